@@ -9,7 +9,7 @@ import io
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -204,7 +204,7 @@ class _Reader(FileSystemReader):
         return self._metadata
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
-        part: Any = _Part(file, sinfo.offset, sinfo.length)
+        part: Any = _Part(cast(Any, file), sinfo.offset, sinfo.length)
         read_records(part)  # raises if one is larger than the place it takes
         part.seek(0)
         return part

@@ -415,7 +415,8 @@ class ShardedLoader(DataLoader):
     def worker_init_fn(self) -> Any:
         """The function that the feed's loader calls in each new worker."""
         # Lightning's `_auto_add_worker_init_fn` sets this attribute.
-        return self.feed.loader.worker_init_fn.function
+        init: Any = self.feed.loader.worker_init_fn  # a `WorkerInit`
+        return init.function
 
     @worker_init_fn.setter
     def worker_init_fn(self, fn: Any) -> None:

@@ -36,13 +36,14 @@ from .engine import Zero3Engine
 from .graph_replay import ReplayedStep, unit_around
 from .partition import UnitPolicy, find_units
 from .sharded import ResidencyError, ShardedParameter, is_sharded, owner_or_none
-from .stepping import SCALARS, OptimizerStep, StandIns, State
+from .stepping import SCALARS, Engine, OptimizerStep, StandIns, State
 from .torch_functions import instances
 from .unit import Unit, is_in_buffer
 
 __all__ = [
     "SCALARS",
     "Chunk",
+    "Engine",
     "Entry",
     "OptimizerStep",
     "ReplayedStep",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -233,7 +234,7 @@ def gathered(
     is an error. Those of an earlier run come from its engine; parameters that are not sharded are
     left alone.
     """
-    parameters = (
+    parameters: Iterable[Any] = (
         what.parameters()
         if isinstance(what, nn.Module)
         else [what]

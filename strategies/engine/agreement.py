@@ -91,12 +91,12 @@ class Agreement:
         )
         most, least, *agreed = self._collectives.agree(mine).tolist()
         if most != -least:
-            mine = (
+            own = (
                 [*exchange_log.trace[1:], Meeting.AGREEMENT],
                 written,
                 exchange_log.all_settings(),
             )
-            traces, values, settings = zip(*self._collectives.all_gather_object(mine), strict=True)
+            traces, values, settings = zip(*self._collectives.all_gather_object(own), strict=True)
             if not (difference := first_difference(traces, self.describe)):
                 require_same_values(values)
                 require_same_settings(settings)
@@ -110,6 +110,6 @@ class Agreement:
     def describe(self, label: int) -> str:
         """What the label of an exchange stands for."""
         if label < 0:
-            return Meeting(label).description
+            return Meeting(label).description  # type: ignore[call-arg]  # two values each
         index, exchange = divmod(label, len(Exchange))
         return f"{_VERBS[exchange]} unit {self._units[index].name}"

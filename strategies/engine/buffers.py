@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -148,13 +149,13 @@ class Buffers:
         compared, places = self._compare(
             {k for k in picked if chosen is None or chosen[k] > 1}, late
         )
-        picked = sorted(picked | compared)
+        ordered = sorted(picked | compared)
         if self._collectives.world_size > 1:
-            places = (
-                places if chosen is None else [(k, name) for k in picked for name in self._alike[k]]
-            )
-            self._copy([b for b in (self._tables[k][name] for k, name in places) if b.numel()])
-        for k in picked:
+            if chosen is not None:
+                places = [(k, name) for k in ordered for name in self._alike[k]]
+            tensors = [self._tables[k][name] for k, name in places]
+            self._copy([b for b in tensors if b is not None and b.numel()])
+        for k in ordered:
             self._see(k)
 
     def _see(self, k: int) -> None:
@@ -292,7 +293,7 @@ def _require_dense_if_saved(prefix: str, module: nn.Module) -> None:
 def _digest(buffer: Tensor) -> str:
     """Of what a buffer that is not dense holds."""
     if buffer.is_quantized:
-        parts = (buffer.dequantize(),)
+        parts: tuple[Tensor, ...] = (buffer.dequantize(),)
     elif buffer.is_nested:
         parts = buffer.detach().unbind()
     else:
@@ -302,7 +303,7 @@ def _digest(buffer: Tensor) -> str:
         f"{buffer.layout} {buffer.dtype} {[part.shape for part in parts]}".encode()
     )
     for part in parts:
-        found.update(_plain(part).cpu().view(-1).view(torch.uint8).numpy())
+        found.update(_plain(part).cpu().view(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -357,5 +358,7 @@ def _materialize_buffers(prefix: str, module: nn.Module) -> None:
             ' can be initialised from there. Create it with `device="cpu"`.'
         )
     for name in waiting:
-        module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
-    module.reset_running_stats()
+        buffer = module._buffers[name]
+        assert buffer is not None
+        module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    cast(Any, module).reset_running_stats()

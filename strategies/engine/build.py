@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -301,4 +302,4 @@ def _materialize(unit: Unit, owners: dict[int, nn.Module]) -> None:
         if module not in waiting:
             waiting.append(module)
     for module in waiting:
-        module.reset_parameters()
+        cast(Any, module).reset_parameters()

@@ -75,7 +75,7 @@ def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _on_grad(parameter: nn.Parameter, hook: Collector) -> RemovableHandle:
     # torch refuses hooks on what needs no gradient now, but the user may unfreeze it later.
-    hook.takes_gradient = True  # see keep_engine_last: the user's hooks run before it
+    hook.takes_gradient = True  # type: ignore[attr-defined]  # see keep_engine_last: the user's hooks run before it
     needs_grad = parameter.requires_grad
     handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
     parameter.requires_grad_(needs_grad)
@@ -135,7 +135,8 @@ def watch_outputs(unit: Unit, outputs: Any, enter_backward: Callable[[Unit, Tens
             _register_hook(tensor, hook)
             found = True
             # an earlier unit's output, passed on: its turn is after this one's
-            if len(hooks := tensor._backward_hooks) > 1:
+            hooks: Any = tensor._backward_hooks
+            if len(hooks) > 1:
                 for key in tuple(hooks)[:-1]:
                     hooks[key] = hooks.pop(key)
     return found

@@ -58,5 +58,5 @@ def connected(value: Tensor, original: Tensor) -> Tensor:
     ):
         # The backward of `to` takes no sparse gradients.
         copy = original.clone() if original.dtype == value.dtype else original.to(value.dtype)
-        Tensor.data.__set__(copy, value)
+        Tensor.data.__set__(copy, value)  # type: ignore[attr-defined]  # a descriptor
     return copy

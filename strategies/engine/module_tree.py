@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 from torch import nn
 
@@ -28,7 +29,7 @@ class Structure:
             for module in self.model.modules()
             for table in (module._parameters, module._modules)
         ]
-        self._tables = [table for table in tables if isinstance(table, dict)]
+        self._tables: list[dict[str, Any]] = [t for t in tables if isinstance(t, dict)]
         # while they live their ids are nobody else's
         self._held = list(chain.from_iterable(map(dict.values, self._tables)))
         self._seen, self._names = list(map(id, self._held)), self._find_names()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # not in the stub
 
 # below 1 MiB of fp32 an exchange costs its latency, not its bytes: neighbours share a unit
 SMALL_NUMEL = 1 << 18
@@ -57,7 +58,7 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitM
             " layers in `__init__` or `configure_model`, or train it with another strategy."
         )
     for name, p in model.named_parameters():
-        if isinstance(p, nn.parameter.UninitializedTensorMixin):
+        if isinstance(p, UninitializedTensorMixin):
             raise ValueError(
                 f"Parameter {name!r} has no shape yet (a lazy module). Run one forward, or give its"
                 " size, before training."
@@ -120,7 +121,7 @@ def _shown(value: Any) -> str:
 def _unit(found: nn.Module | Sequence[nn.Module], names: dict[nn.Module, str]) -> UnitModules:
     # A ModuleList or Sequential is one module here, although it can be iterated.
     one = isinstance(found, nn.Module | str) or not isinstance(found, Iterable)
-    members: list[Any] = [found] if one else list(found)
+    members: list[Any] = [found] if one else list(cast(Any, found))
     for module in members:
         if module not in names:
             raise ValueError(

@@ -11,11 +11,11 @@ parameters switch the class of a tensor, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableSequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, Protocol
+from functools import cache, partial
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -43,8 +43,10 @@ from .torch_functions import (
 )
 
 # Torch's own, past the classes below.
-_data, set_data = Tensor.data.__get__, Tensor.data.__set__  # the parameter gets other memory
-get_grad, set_grad = Tensor.grad.__get__, Tensor.grad.__set__  # what autograd adds to
+_OF_DATA: Any = Tensor.data
+_OF_GRAD: Any = Tensor.grad
+_data, set_data = _OF_DATA.__get__, _OF_DATA.__set__  # the parameter gets other memory
+get_grad, set_grad = _OF_GRAD.__get__, _OF_GRAD.__set__  # what autograd adds to
 
 # Identity of the backward pass that runs in this thread.
 graph_task = torch._C._current_graph_task_id
@@ -167,7 +169,7 @@ def refusal(name: str, value: Value) -> ResidencyError:
 # --------------------------------------------------------------------------- tensors without memory
 
 
-class _Sharded:
+class _Sharded(Tensor):
     """Asks the owner for what is done with the value."""
 
     @classmethod
@@ -176,7 +178,7 @@ class _Sharded:
     ) -> Any:
         """Answer, read, store or raise."""
         kwargs = kwargs or {}
-        name, target = name_of(func), args[0] if args else None
+        name, target = name_of(func), cast(Any, args[0] if args else None)
         if isinstance(target, _Sharded):
             value = value_of(target)
             if name in ABOUT_LAYOUT:
@@ -220,7 +222,7 @@ class _Sharded:
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _ordinary(self).__reduce_ex__(protocol)
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         value = value_of(self)
         return f"<{value.what}, sharded: shape {tuple(self.shape)}, {value.meta.dtype}>"
 
@@ -232,7 +234,7 @@ class ShardedParameter(_Sharded, nn.Parameter):
     """A parameter whose unit is sharded. See the module's docstring."""
 
 
-class ShardedTensor(_Sharded, Tensor):
+class ShardedTensor(_Sharded):
     """The value of a sharded parameter, or its gradient, whenever it is read; or a view of it.
 
     Attributes:
@@ -392,7 +394,7 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         part, value = parts[id(each)], value_of(each)
         if any(each is target for target in targets):
             owner_of(value).write(value, whole[id(each)])
-            result = replaced(result, Tensor, lambda r, p=part, e=each: e if r is p else r)
+            result = replaced(result, Tensor, partial(_if_same, part, each))
         elif id(each) in versions and value not in stored:  # else it is a view of a target
             if part._version != versions[id(each)]:
                 raise ResidencyError(f"{in_words(name)} would change a copy of {value.what}.")
@@ -402,13 +404,13 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     return result
 
 
-def read(tensors: list[Tensor]) -> list[Tensor]:
+def read(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The values of sharded tensors, those of parameters connected to autograd; collective."""
     whole = _read_whole(tensors)
     return [_in_place_of(each, full) for each, full in zip(tensors, whole, strict=True)]
 
 
-def _read_whole(tensors: list[Tensor]) -> list[Tensor]:
+def _read_whole(tensors: Sequence[Tensor]) -> list[Tensor]:
     by_owner: dict[Owner, list[Value]] = {}
     for value in map(value_of, tensors):
         by_owner.setdefault(owner_of(value), []).append(value)
@@ -425,6 +427,10 @@ def _read_whole(tensors: list[Tensor]) -> list[Tensor]:
         ]
 
 
+def _if_same(part: Tensor, each: Tensor, result: Tensor) -> Tensor:
+    return each if result is part else result
+
+
 def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
     """``torch.autograd.grad`` or ``backward``: with respect to the parameters themselves."""
     wanted = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
@@ -436,7 +442,8 @@ def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kw
         (outputs, args, kwargs), _Sharded, lambda each: whole[id(each)]
     )
     if func is torch.autograd.backward:
-        return func(outputs, *args, inputs=None if inputs is None else edges, **kwargs)
+        kwargs["inputs"] = None if inputs is None else edges
+        return func(outputs, *args, **kwargs)
     if zeros := kwargs.pop("materialize_grads", False):
         kwargs["allow_unused"] = True
     grads = [
@@ -462,7 +469,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     # torch.compile looks at what it compiles for
     if local is not None or TracingContext.try_get() is not None:
         return local
-    return owner_of(about(parameter)).gradient(parameter)
+    return owner_of(about(parameter)).gradient(cast(nn.Parameter, parameter))
 
 
 def set_gradient_of(parameter: Tensor, grad: Tensor | None) -> None:
@@ -470,7 +477,7 @@ def set_gradient_of(parameter: Tensor, grad: Tensor | None) -> None:
     that sets it.
     """
     if graph_task() == NO_GRAPH_TASK:
-        owner_of(about(parameter)).set_gradient(parameter, grad)
+        owner_of(about(parameter)).set_gradient(cast(nn.Parameter, parameter), grad)
     else:
         with torch._C.DisableTorchFunctionSubclass():
             set_grad(parameter, grad)
@@ -490,7 +497,7 @@ def keep_engine_last(parameter: Tensor) -> None:
 # ------------------------------------------------------------------------- parameters that are here
 
 
-class _InUse:
+class _InUse(nn.Parameter):
     """An ordinary parameter, but ``grad`` is the whole gradient, and writes to ``data`` are
     counted.
 

@@ -218,7 +218,8 @@ class OptimizerStep:
         # are between steps.
         self._first = optimizer.register_step_pre_hook(self._before)
         self._last = optimizer.register_step_post_hook(self._after)
-        optimizer._optimizer_step_post_hooks.move_to_end(self._last.id, last=False)
+        hooks: Any = optimizer._optimizer_step_post_hooks  # ordered
+        hooks.move_to_end(self._last.id, last=False)
 
     def close(self) -> None:
         """Let go of the optimizer, which keeps the state that belongs to no parameter, or to new
@@ -277,7 +278,7 @@ class OptimizerStep:
         """Let hooks of users that were registered since run before ours; and end a step that
         failed.
         """
-        hooks = self.optimizer._optimizer_step_pre_hooks
+        hooks: Any = self.optimizer._optimizer_step_pre_hooks  # ordered
         if self._first.id in hooks:
             hooks.move_to_end(self._first.id)
         self.abandon()

@@ -234,6 +234,7 @@ class Unit:
         self._start()
         self.phase = Phase.UNSHARDING
         self.wait()
+        assert self._beside is not None
         self.buffer = self._beside
         with apart():
             self.buffer.memory.copy_(self._home.memory)
@@ -434,7 +435,7 @@ class Unit:
         """Name -> full tensor of what ``shard_of`` says this rank has of each chunk (None: zeros),
         laid out like its values; collective.
         """
-        result = {}
+        result: dict[str, Tensor] = {}
         for chunk in self.chunks:
             with apart():
                 source = shard_of(chunk)

@@ -192,8 +192,8 @@ class Reports:
             else map(self._store.get, wanted)
         )
         for key, value in zip(wanted, values, strict=True):
-            if (beat := self._read(key, value, Beat.unpack)) is not None:
-                self._keep(int(key), beat)
+            if (found := self._read(key, value, Beat.unpack)) is not None:
+                self._keep(int(key), found)
 
     def _read(self, key: str, value: bytes, unpack: Callable[[bytes], T]) -> T | None:
         """Return what ``value`` says; None, told once, if it is no message of this package."""

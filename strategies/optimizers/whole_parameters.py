@@ -129,7 +129,7 @@ class WholeParameters(StandIns):
     def whole_state(self, entry: Entry, state: Mapping[Any, State]) -> State:
         """See :meth:`StandIns.whole_state`."""
         mine = state.get(self.owned[entry.name], {}) if entry.name in self.owned else {}
-        found = next(filter(None, self.engine.collectives.all_gather_object(dict(mine))), {})
+        found: State = next(filter(None, self.engine.collectives.all_gather_object(dict(mine))), {})
         return self._placed(found)
 
     def cut_state(self, entry: Entry, whole: State, state: dict[Any, State]) -> None:

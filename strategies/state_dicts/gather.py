@@ -52,7 +52,7 @@ def gather_slices(tree: Any, rank: int, receive: Callable[[SlicedTensor, Tensor]
     """
     # a slice that stands at several places (tied parameters) is gathered once
     for tensor in {id(tensor): tensor for tensor in tensors_in(tree, SlicedTensor)}.values():
-        value = tensor.gather()
+        value = tensor.gather_values()
         if rank == 0:
             receive(tensor, value)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..engine import Chunk, Entry, Unit, Zero3Engine
+from ..engine import Chunk, Engine, Entry, Unit
 from .boxes import Box, cut_into_boxes, memory_order
 
 if TYPE_CHECKING:  # importing torch.distributed.checkpoint is slow, and few calls need it
@@ -83,7 +83,7 @@ class SlicedTensor(TensorDescription):
         tensor.parts = {} if entry.span is None else dict(_cut_views(part, entry))
         return tensor
 
-    def gather(self) -> Tensor:
+    def gather_values(self) -> Tensor:
         """Return the full tensor on all ranks, in memory of its own; collective."""
         return self.place.unit.whole(self.place.entry, self.part)
 
@@ -162,13 +162,13 @@ def _as_own_storage(part: Tensor) -> Tensor:
 class OwnedTensor(SlicedTensor):
     """A full tensor of any shape on one rank: state of an optimizer that steps on full tensors."""
 
-    engine: Zero3Engine
+    engine: Engine
     owner: int
 
     @staticmethod
     def __new__(
         cls,
-        engine: Zero3Engine,
+        engine: Engine,
         place: Place,
         size: torch.Size,
         dtype: torch.dtype,
@@ -181,8 +181,8 @@ class OwnedTensor(SlicedTensor):
         tensor.parts = {} if value is None else {torch.Size([0] * len(size)): value}
         return tensor
 
-    def gather(self) -> Tensor:
-        """See :meth:`SlicedTensor.gather`."""
+    def gather_values(self) -> Tensor:
+        """See :meth:`SlicedTensor.gather_values`."""
         parts = list(self.parts.values())
         value = (
             parts[0].contiguous().clone()
@@ -244,6 +244,6 @@ def _view_box(flat: Tensor, box: Box) -> Tensor:
     return flat[box.start : box.start + torch.Size(box.sizes).numel()].view(box.sizes)
 
 
-def places_by_name(engine: Zero3Engine) -> dict[str, Place]:
+def places_by_name(engine: Engine) -> dict[str, Place]:
     """Return the place of every parameter, by name."""
     return {entry.name: Place(unit, entry) for unit in engine.units for entry in unit.entries}
