@@ -406,8 +406,6 @@ class BufferSparseThatDiffers(OfGraph):
 class BufferSparseThatChanges(OfGraph):
     """A sparse buffer that each rank assigns anew from its own batch"""
 
-    refused = "'graph' is sparse, nested or quantized, and not the same on all ranks"
-
     def graph(self, dense):
         return dense.to_sparse()
 
