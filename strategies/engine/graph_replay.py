@@ -97,8 +97,11 @@ class ReplayedStep:
 
     def _end_capture(self, part: int, versions: list[tuple[Tensor, int]]) -> None:
         self._join()
+        # What is in other memory for once stays in the graph's.
         self._filled[part] = [
-            unit.index for unit in self._engine.units if unit.phase is Phase.UNSHARDED
+            unit.index
+            for unit in self._engine.units
+            if unit.phase is Phase.UNSHARDED and unit.buffer is unit._home
         ]
         self._written[part] = [buffer for buffer, version in versions if buffer._version != version]
 
