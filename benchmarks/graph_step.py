@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep
-from lightning_zero3.callbacks.graphs.module_state import Guard
+from lightning_zero3.callbacks.graphs.fingerprint import Fingerprint
 
 SIZES = {"small": (12, 256, 128, 4), "large": (16, 2048, 1024, 8)}  # layers, width, tokens, batch
 VOCABULARY, WARMUP = 8192, 20
@@ -91,19 +91,19 @@ class Figures(Callback):
 
     def __init__(self, graphs: CUDAGraphStep) -> None:
         self.graphs, self.pool, self.looks = graphs, "", list[int]()
-        self.real = Guard.changed
+        self.real = Fingerprint.changes
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        def changed(guard: Guard) -> str | None:
+        def changes(fingerprint: Fingerprint) -> list[str]:
             start = time.perf_counter_ns()
-            found = self.real(guard)
+            found = self.real(fingerprint)
             self.looks.append(time.perf_counter_ns() - start)
             return found
 
-        Guard.changed = changed  # type: ignore[method-assign]
+        Fingerprint.changes = changes  # type: ignore[method-assign]
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        Guard.changed = self.real  # type: ignore[method-assign]
+        Fingerprint.changes = self.real  # type: ignore[method-assign]
         self.pool = f"{self.graphs.memory_bytes()['pool'] / 2**20:.0f} MiB"
 
     def texts(self) -> tuple[str, str]:
@@ -209,7 +209,7 @@ def main() -> None:
         os.environ.setdefault(name, value)
     print(f"{in_a_line()}; ms of a step, bf16\n")
     print(
-        "| model | way | median | turns | graph pool | `Guard.changed()`, µs"
+        "| model | way | median | turns | graph pool | `Fingerprint.changes()`, µs"
         " |\n|---|---|---|---|---|---|"
     )
     for size in arguments.sizes:

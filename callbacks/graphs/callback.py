@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from .device import CudaGraphs, SoftwareGraphs
 from .module_runner import ModulesRunner
+from .records import Options
 from .step_runner import StepRunner
 
 
@@ -19,26 +20,33 @@ class CUDAGraphStep(Callback):
     A replay runs no Python. Losses, logged values, outputs, gradients, hooks, counters, random
     numbers and checkpoints are bit by bit those of a run without this callback (but for the sign of
     zeros in gradients). The rest of Lightning's loop runs as ever: clipping, loss scaling, the
-    optimizer, schedulers and validation. It helps models whose layers are so small that Python is
+    optimizer, schedules and validation. It helps models whose layers are so small that Python is
     slower than the GPU.
 
-    **Eager steps.** The first `warmup` batches of a shape run eagerly and are watched. After that
-    the first batch of each shape in each epoch does, so a shape that comes once an epoch, such as a
-    ragged last batch, is never captured. If the step does anything that a replay would not repeat,
-    the callback names the reason and the line, and training goes on eagerly. A replay does not
-    repeat a wait for a value, a Python number or an outside tensor that differs from step to step,
-    logging of or writing to tensors on the host, an update of a metric, printing, or state kept in
-    Python. Some uses of `batch_idx` are not seen: as the index of a list, as the end of a `range`,
-    or on the right of a float (`batch_idx > 1e3` is seen, `1e3 < batch_idx` is not).
+    **Capture, then compare.** The first `warmup` micro-batches of a shape run eagerly, the next one
+    is captured. The `verify` after it, and the first of each shape in each epoch, run eagerly, with
+    a replay beside them from the same random states; training goes on with the eager numbers. Loss,
+    outputs, logged values, gradients, buffers and random states must be the same, bit by bit (if
+    two replays of the same differ, because kernels add up in any order, half of the digits). The
+    first difference is named, and the step runs eagerly from there on. A shape that comes once an
+    epoch, such as a ragged last batch, is never captured. A verified micro-batch takes as long as
+    an eager one and a replay (the first: two), and memory for copies of buffers and gradients.
 
-    **Changes.** Before each replay the callback compares all that the step reads: weights, buffers,
-    hooks and modes; attributes of modules that the step mentions, containers and settings objects
-    included; globals; numbers of the optimizer, where the step mentions them; settings of torch. A
-    value of no module and no global that changes within an epoch (a number in a function's closure,
-    or in an attribute of the trainer) is found at the next epoch's first step of each shape, which
-    runs eagerly and is compared. Each change that is found leads to a new capture. State in objects
-    that Python cannot look into, or that has no name in the step (an `array`, `itertools.count`,
-    `ctypes`), is not seen.
+    **Refused before the capture**, with the reason: a wait for a value, an attribute that the step
+    assigns or extends, printing, random numbers of Python or numpy, use of ``self.logger``, an
+    update of a metric, what is logged or returned in some steps only, writing to the batch.
+
+    **Changes.** Before each replay the callback compares weights, hooks, modes, settings of torch
+    and the attributes of modules and of the Trainer that the code of the step mentions, with their
+    numbers, texts, flags, lists and namespaces. A change leads to a new capture; what changes in
+    every step keeps the step eager, and is named.
+
+    **Seen late, or not.** Any other value that changes within an epoch, when the step is no longer
+    verified, is found at the next epoch's first micro-batch, and replays since the change have
+    computed with the old value: a number in a global, in a closure, in an object other than a
+    namespace or dataclass; a branch that some values of `batch_idx` take. What a step does to
+    objects outside of its module (appends to a global list, writes a file) is not repeated by
+    replays, and not seen.
 
     **Hooks and gradients.** Forward hooks may compute with tensors; everything else in them happens
     only in eager steps. On a single device and with `ddp`, gradients lie in the same memory in all
@@ -48,16 +56,16 @@ class CUDAGraphStep(Callback):
     reductions are captured too; and with `ddp` if every parameter is used, without
     `gradient_as_bucket_view` and communication hooks. Ranks decide together, by one small exchange
     between hosts for each micro-batch: a step, an optimizer's update or a module that one rank
-    cannot capture runs eagerly on all. With NCCL, `ddp` runs eleven steps before a capture. It is
-    tested with the software graph, and on one rank on an H100.
+    cannot capture runs eagerly on all. With NCCL, `ddp` runs eleven steps before a capture.
 
     Args:
         warmup: eager steps before the capture of a shape, at least 2.
+        verify: replays of a shape after its capture that are compared with eager steps.
         max_graphs: number of batch shapes that are captured; batches of other shapes run eagerly.
             With `ddp` the first, the last and the other micro-batches of an accumulation window
             exchange different things, and so does the first one after a validation: each of these
             counts as a shape.
-        strict: raise an error on all ranks where something cannot be captured.
+        strict: raise an error on all ranks where something cannot be captured, or differs.
         optimizer: capture the optimizer's update too, in a graph of its own. The optimizer must be
             made with ``capturable=True`` (or ``fused=True``, where it has no such option) and a
             tensor as learning rate, which schedulers change as ever. Clipping, loss scaling and
@@ -65,16 +73,16 @@ class CUDAGraphStep(Callback):
         modules: capture only these modules, by patterns of their names
             (``["encoder", "blocks.*"]``), for a model whose step cannot be captured as a whole. The
             rest of the step is free, manual optimization included. If a module runs several times
-            before a backward, its first run is replayed. Which of its outputs get gradients may
-            change at the start of an epoch; within an epoch a change is an error. With `zero3` on
-            several ranks, name modules that are units, or inside of one. Such modules exchange
-            nothing inside, so each rank captures the shapes of its own inputs. A module that cannot
-            be captured is reported before the next micro-batch.
+            before a backward, its first run is replayed. Other outputs that get gradients than in
+            its eager runs are an error. With `zero3` on several ranks, name modules that are units,
+            or inside of one. Such modules exchange nothing inside, so each rank captures the shapes
+            of its own inputs. A module that cannot be captured is reported before the next
+            micro-batch.
         software: on a machine without CUDA, replay a slow software graph (for tests and examples)
             instead of training eagerly.
 
     Raises:
-        GraphCaptureError: with `strict`, something cannot be captured.
+        GraphCaptureError: with `strict`, something cannot be captured, or differs.
     """
 
     _runner: StepRunner | ModulesRunner | None = None
@@ -85,6 +93,7 @@ class CUDAGraphStep(Callback):
         self,
         *,
         warmup: int = 3,
+        verify: int = 3,
         max_graphs: int = 4,
         strict: bool = False,
         optimizer: bool = False,
@@ -92,10 +101,12 @@ class CUDAGraphStep(Callback):
         software: bool = False,
     ) -> None:
         if warmup < 2:
-            raise ValueError(f"warmup: expected at least 2 steps, which are compared, got {warmup}")
+            raise ValueError(f"warmup: expected at least 2 steps, got {warmup}")
         if max_graphs < 1:
             raise ValueError(f"max_graphs: expected at least 1, got {max_graphs}")
-        self.warmup, self.max_graphs = warmup, max_graphs
+        if verify < 1:
+            raise ValueError(f"verify: expected at least 1 replay that is compared, got {verify}")
+        self.warmup, self.verify, self.max_graphs = warmup, verify, max_graphs
         self.strict, self.software = strict, software
         if modules is not None and (optimizer or not modules):
             raise ValueError(
@@ -116,11 +127,11 @@ class CUDAGraphStep(Callback):
         engine = getattr(trainer.strategy, "engine", None)
         software = SoftwareGraphs(None if engine is None else engine.collectives)
         graphs = CudaGraphs(device) if device.type == "cuda" else software
-        limits = self.warmup, self.max_graphs, self.strict
+        options = Options(self.warmup, self.verify, self.max_graphs, self.strict)
         if self.modules is None:
-            self._runner = StepRunner(trainer, pl_module, graphs, *limits, self.optimizer)
+            self._runner = StepRunner(trainer, pl_module, graphs, options, self.optimizer)
         else:
-            self._runner = ModulesRunner(trainer, pl_module, graphs, self.modules, *limits)
+            self._runner = ModulesRunner(trainer, pl_module, graphs, options, self.modules)
         self._runner.install()
 
     @override
@@ -154,9 +165,8 @@ class CUDAGraphStep(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(self._runner, ModulesRunner):
-            self._runner.agree_on_refusals()
         if self._runner is not None:
+            self._runner.agree_on_refusals()
             rank_zero_info(self._runner.summary())
             nbytes = self._runner.input_nbytes
             self._uninstall()

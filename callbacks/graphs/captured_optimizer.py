@@ -136,10 +136,8 @@ class CapturedOptimizer:
             return
         scaler_tensors = self._find_scaler_tensors()
         if self._graph is None:
-            parameters = [
-                p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-            ]
-            self._gradients = [(p, p.grad) for p in parameters]
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self._gradients = [(p, g) for p in parameters if (g := p.grad) is not None]
             self._scaler_tensors = {name: t.clone() for name, t in scaler_tensors.items()}
             vars(optimizer).update(self._scaler_tensors)
             graph = self._make_graph()
@@ -150,9 +148,10 @@ class CapturedOptimizer:
         for name, tensor in scaler_tensors.items():
             self._scaler_tensors[name].copy_(tensor)
         for parameter, gradient in self._gradients:
-            if parameter.grad is not gradient:
-                if parameter.grad.data_ptr() != gradient.data_ptr():
-                    gradient.copy_(parameter.grad)
+            found = parameter.grad
+            if found is not None and found is not gradient:
+                if found.data_ptr() != gradient.data_ptr():
+                    gradient.copy_(found)
                 parameter.grad = gradient
         self._graph.replay()
         self.replays += 1

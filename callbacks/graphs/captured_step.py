@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,9 +12,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from ...strategies.engine import ReplayedStep
+from .compare import Gradients, States, first_difference
 from .device import Graph
+from .eager_run import KeptRun, all_results, loss_of, values_in
 from .log_tape import LogTape
-from .source_lines import naming_failure
 from .static_inputs import StaticInputs
 
 
@@ -47,12 +48,12 @@ class StaticGradients:
                 static.copy_(parameter.grad)
             parameter.grad = static
         if self._cleared:
-            torch._foreach_zero_([p.grad for p in self._cleared])
+            torch._foreach_zero_([self._grads[p] for p in self._cleared])
 
     @contextmanager
     def capture_backward(self, parameters: list[Tensor]) -> Iterator[None]:
         """Wrap the captured backward; then reduce ``parameters`` to those that get a gradient."""
-        before = [(p, p.grad, p.grad._version) for p in parameters]
+        before = [(p, self._grads[p], self._grads[p]._version) for p in parameters]
         yield
         parameters[:] = [p for p, grad, version in before if grad._version != version]
         for parameter in set(self._cleared).difference(parameters):
@@ -87,19 +88,24 @@ class CapturedStep:
     Args:
         graphs: the graphs of the forward and of the backward, both empty.
         bookkeeping: prepares gradients before each graph; for `zero3`, the engine's whole state.
+        module: the module that is trained.
+        device: the device of the training.
     """
 
     def __init__(
-        self, graphs: tuple[Graph, Graph], bookkeeping: StaticGradients | ReplayedStep
+        self,
+        graphs: tuple[Graph, Graph],
+        bookkeeping: StaticGradients | ReplayedStep,
+        module: LightningModule,
+        device: torch.device,
     ) -> None:
         self._forward, self._backward = graphs
-        self._bookkeeping = bookkeeping
+        self._bookkeeping, self._module, self._device = bookkeeping, module, device
         self._tape = LogTape()
         self._loss_copy: Tensor | None = None  # the loss that Lightning got
+        self._is_noisy = False  # two replays of the same give other bits
 
-    def capture_forward(
-        self, batch: Any, rest: tuple, step: Callable[..., Any], module: LightningModule
-    ) -> None:
+    def capture_forward(self, batch: Any, rest: tuple, step: Callable[..., Any]) -> None:
         """Capture ``step(batch, *rest)``, where ``step`` is the strategy's ``training_step``."""
         self._inputs = StaticInputs(batch)
         self._bookkeeping.begin_forward()
@@ -107,7 +113,7 @@ class CapturedStep:
             naming_failure("the forward of the training step"),
             self._forward.capture(),
             self._bookkeeping.capture_forward(),
-            self._tape.record(module),
+            self._tape.record(self._module),
         ):
             self._output = step(self._inputs.batch, *rest)
         loss = loss_of(self._output)
@@ -116,7 +122,7 @@ class CapturedStep:
         self._loss_grad = torch.zeros_like(loss, requires_grad=False)
         # The autograd graph does not show leaves inside of re-entrant checkpoints, so all trained
         # parameters are candidates. Capturing the backward removes those without a gradient.
-        parameters = [p for p in module.parameters() if p.requires_grad]
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
         self._leaves = list(dict.fromkeys([*leaves_of(loss), *parameters]))
         self._output = apply_to_collection(self._output, Tensor, Tensor.detach)
 
@@ -124,12 +130,10 @@ class CapturedStep:
         """Copy the next batch, of the same signature, into the static inputs."""
         self._inputs.copy_from(batch)
 
-    def replay_forward(self, module: LightningModule) -> Any:
+    def replay_forward(self) -> Any:
         """Replay the forward and its logging; return the output, in memory of its own."""
-        self._bookkeeping.begin_forward()
-        self._forward.replay()
-        self._bookkeeping.end_forward()
-        self._tape.play(module)
+        self._repeat_forward()
+        self._tape.play(self._module)
         output = apply_to_collection(self._output, Tensor, Tensor.clone)
         self._loss_copy = loss_of(output).requires_grad_()
         return output
@@ -145,7 +149,15 @@ class CapturedStep:
         run()
         if loss_copy is None or loss_copy.grad is None:
             return  # the user's `backward` computed no gradient of the loss
-        self._loss_grad.copy_(loss_copy.grad)
+        self._repeat_backward(loss_copy.grad)
+
+    def _repeat_forward(self) -> None:
+        self._bookkeeping.begin_forward()
+        self._forward.replay()
+        self._bookkeeping.end_forward()
+
+    def _repeat_backward(self, loss_grad: Tensor) -> None:
+        self._loss_grad.copy_(loss_grad)
         self._bookkeeping.begin_backward(self._leaves)
         if self._loss is not None:
             loss, self._loss = self._loss, None
@@ -157,6 +169,46 @@ class CapturedStep:
                 torch.autograd.backward(loss, self._loss_grad)
         self._backward.replay()
         self._bookkeeping.end_backward()
+
+    def compare(
+        self,
+        eager: KeptRun,
+        is_first: bool,
+        places: Callable[[], list[tuple[str, Tensor]]],
+        backward: Callable[[], AbstractContextManager[None]],
+    ) -> str | None:
+        """Replay an eager micro-batch that is over; return in words the first difference, or None.
+
+        What the eager run left stays.
+
+        Args:
+            eager: the run, whose batch is in the static inputs.
+            is_first: whether to look, by a second replay, if the kernels give the same bits again.
+            places: returns the tensors that have gradients, by name.
+            backward: returns the context of a whole backward.
+        """
+        end = States(self._module, self._device), Gradients(places())
+
+        def replay() -> dict[str, Any]:
+            eager.before_forward.restore()
+            self._repeat_forward()
+            found = self._tape.values() | values_in(self._output)
+            after_forward = States(self._module, self._device)
+            eager.before_backward.restore()
+            eager.gradients.restore()
+            with backward():
+                self._bookkeeping.open_backward()
+                loss_grad = eager.loss_grad
+                self._repeat_backward(self._loss_grad if loss_grad is None else loss_grad)
+            after = States(self._module, self._device), Gradients(places()).values
+            return all_results(found, after_forward, *after)
+
+        found = replay()
+        if is_first:
+            self._is_noisy = first_difference(found, replay()) is not None
+        for each in end:
+            each.restore()
+        return first_difference(found, eager.results, noisy=self._is_noisy)
 
     @property
     def input_nbytes(self) -> int:
@@ -170,9 +222,21 @@ class CapturedStep:
         self._loss = self._loss_copy = None
 
 
-def loss_of(output: Any) -> Tensor | None:
-    """Return the loss in ``output``, which ``training_step`` returned."""
-    return output.get("loss") if isinstance(output, Mapping) else output
+@contextmanager
+def naming_failure(what: str) -> Iterator[None]:
+    """Wrap the capture of ``what``: an error names it.
+
+    Raises:
+        RuntimeError: replaces a `RuntimeError` of the body, after which CUDA cannot go on.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"CUDAGraphStep: capturing {what} failed: it does something that no graph can hold and"
+            " that eager steps did not show (see the error above). Run without `CUDAGraphStep`, or"
+            " choose the modules that are captured, `CUDAGraphStep(modules=...)`."
+        ) from error
 
 
 def leaves_of(*outputs: Tensor) -> list[Tensor]:

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
 
 from ...strategies.collectives import LocalCollectives
 from ...strategies.support import without_collection
-from .random_states import CapturedRandomStates
-from .software_graph import SoftwareGraph
+from .random_states import CapturedRandomStates, RandomStates
+from .software_graph import OURS, ReportsWaits, SoftwareGraph, describe_line
+
+_WAIT = "called a synchronizing CUDA operation"
+_PROTOTYPE = "Synchronization debug mode is a prototype"
 
 
 class Graph(Protocol):
@@ -50,7 +51,7 @@ class CudaGraph:
     def __init__(
         self,
         stream: torch.cuda.Stream,
-        pool: object,
+        pool: Any,
         generators: Sequence[torch.Generator] = (),
         around_capture: Callable[[], AbstractContextManager[None]] = nullcontext,
         before_replay: Callable[[], None] = lambda: None,
@@ -165,6 +166,32 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._other_pools.clear()
 
+    def track_random_states(self) -> RandomStates | None:
+        """Return what tracks random states that an eager step saves and sets."""
+        return RandomStates(torch.cuda)
+
+    @contextmanager
+    def report_waits(self, found: list[str]) -> Iterator[None]:
+        """Add to ``found`` each line of the body in which torch waits for the device.
+
+        Torch's sync debug mode reports the waits, as a warning each; it does not see all. It
+        reports those in a backward when the backward is over.
+        """
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        for each in caught:
+            place = each.filename, each.lineno
+            if not str(each.message).startswith((_WAIT, _PROTOTYPE)):
+                warnings.warn_explicit(each.message, each.category, *place)
+            elif _WAIT in str(each.message) and not each.filename.startswith(OURS):
+                found.append(describe_line(*place))
+
     def pool_nbytes(self) -> int:
         """Return the reserved bytes of the pools; 0 if the allocator does not report them."""
         if torch.cuda.get_allocator_backend() != "native":
@@ -173,38 +200,6 @@ class CudaGraphs:
         return sum(
             segment["total_size"] for pool in pools for segment in torch.cuda.memory_snapshot(pool)
         )
-
-
-_WAIT = "called a synchronizing CUDA operation"
-
-
-@contextmanager
-def report_waits(note_wait: Callable[[FrameType | None], None]) -> Iterator[None]:
-    """Call ``note_wait`` with each frame of the body in which torch waits for the device.
-
-    Torch's sync debug mode reports the waits, as a warning each; it does not see all. It reports
-    those in a backward when the backward is over.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
-        warnings.filterwarnings("always", message=_WAIT)
-        real, before = warnings.showwarning, torch.cuda.get_sync_debug_mode()
-
-        def show_warning(message: Any, *rest: Any) -> None:
-            if not str(message).startswith(_WAIT):
-                real(message, *rest)
-                return
-            frame: FrameType | None = sys._getframe(1)
-            while frame is not None and frame.f_globals.get("__name__") == "warnings":
-                frame = frame.f_back
-            note_wait(frame)
-
-        torch.cuda.set_sync_debug_mode("warn")
-        warnings.showwarning = show_warning
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
 
 
 class SoftwareGraphs:
@@ -235,6 +230,13 @@ class SoftwareGraphs:
     ) -> tuple[Graph, Graph]:
         """See :meth:`CudaGraphs.make_pair`."""
         return self.make_graph(), self.make_graph()
+
+    def track_random_states(self) -> None:
+        """See :meth:`CudaGraphs.track_random_states`: a software graph records random states."""
+
+    def report_waits(self, found: list[str]) -> AbstractContextManager[object]:
+        """See :meth:`CudaGraphs.report_waits`."""
+        return ReportsWaits(found)
 
     def pool_nbytes(self) -> int:
         """See :meth:`CudaGraphs.pool_nbytes`."""

@@ -1,33 +1,16 @@
-"""`LogTape` records what a training step logs, and logs it again with the values of a replay."""
+"""`LogTape` records what a training step logs, and logs it when the step is over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from .source_lines import user_line
-
-
-@dataclass
-class Logged:
-    """One call of ``self.log``.
-
-    Attributes:
-        name: the logged name.
-        value: the logged value; in a recorded call, a copy in the graph's own memory.
-        options: the other arguments, by name.
-        place: file and line of the call.
-    """
-
-    name: str
-    value: Any
-    options: dict[str, Any]
-    place: tuple[str, int] | None
+# Names of the parameters of `LightningModule.log` after name and value.
+_POSITIONAL = LightningModule.log.__code__.co_varnames[3 : LightningModule.log.__code__.co_argcount]
 
 
 class LogTape:
@@ -36,65 +19,46 @@ class LogTape:
     Inside of a capture, ``self.log`` would add a value to Lightning's sums (`_ResultMetric`) only
     once, and each replay would add to the sums of that time: the mean of the epoch would be wrong.
     So the calls are recorded instead, and made after each replay.
+
+    Attributes:
+        calls: name, value and options of each call; tensors are copies, which a replay refills.
     """
 
     def __init__(self) -> None:
-        self.calls: list[Logged] = []
+        self.calls: list[tuple[str, Any, dict[str, Any]]] = []
 
-    def record(self, module: LightningModule) -> AbstractContextManager[None]:
+    @contextmanager
+    def record(self, module: LightningModule) -> Iterator[None]:
         """Replace ``module.log`` in the body by a function that only records the call."""
 
-        def log(name: str, value: Any, options: dict[str, Any]) -> None:
+        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
             # hazard: the program may change the tensor in place after the call; keep a copy.
             kept = value.detach().clone() if isinstance(value, Tensor) else value
-            self.calls.append(Logged(name, kept, options, user_line()))
+            options.update(zip(_POSITIONAL, args, strict=False))
+            self.calls.append((name, kept, options))
 
-        return _replaced(module, log)
-
-    def listen(
-        self, module: LightningModule, forward: Callable[..., None]
-    ) -> AbstractContextManager[None]:
-        """Replace ``module.log`` in the body by a function that records, then calls ``forward``.
-
-        Args:
-            module: the module that logs.
-            forward: gets the real ``log``, and the name, the value and the options of the call.
-        """
-        real = module.log
-
-        def log(name: str, value: Any, options: dict[str, Any]) -> None:
-            # Detached, so that the tape does not keep the autograd graph alive.
-            kept = value.detach() if isinstance(value, Tensor) else value
-            self.calls.append(Logged(name, kept, options, user_line()))
-            forward(real, name, value, options)
-
-        return _replaced(module, log)
+        attributes = vars(module)
+        own = attributes.get("log")
+        attributes["log"] = log
+        try:
+            yield
+        finally:
+            del attributes["log"]
+            if own is not None:
+                attributes["log"] = own
 
     def play(self, module: LightningModule) -> None:
-        """Make the recorded calls with the values that are in the graph's memory now."""
-        for call in self.calls:
-            value = call.value.clone() if isinstance(call.value, Tensor) else call.value
-            module.log(call.name, value, **call.options)
+        """Make the recorded calls with the values that the tensors have now."""
+        # In 64 bits, sums that begin here have the default dtype of this context.
+        with module.trainer.precision_plugin.train_step_context():
+            for name, value, options in self.calls:
+                module.log(name, value.clone() if isinstance(value, Tensor) else value, **options)
 
-
-@contextmanager
-def _replaced(
-    module: LightningModule, log: Callable[[str, Any, dict[str, Any]], None]
-) -> Iterator[None]:
-    def replacement(name: str, value: Any, *args: Any, **options: Any) -> None:
-        log(name, value, {**dict(zip(_POSITIONAL, args, strict=False)), **options})
-
-    own = module.__dict__.get("log")
-    module.log = replacement
-    try:
-        yield
-    finally:
-        del module.log
-        if own is not None:
-            module.log = own
-
-
-# Names of the parameters of `LightningModule.log` after name and value.
-_POSITIONAL = list(
-    LightningModule.log.__code__.co_varnames[3 : LightningModule.log.__code__.co_argcount]
-)
+    def values(self) -> dict[str, Any]:
+        """Return all logged values and options by a name for messages; tensors as copies."""
+        found: dict[str, Any] = {}
+        for number, (name, value, options) in enumerate(self.calls):
+            where = f"`self.log({name!r}, ...)`, call {number} of the step,"
+            found[where] = value.clone() if isinstance(value, Tensor) else value
+            found[f"the options of {where}"] = repr(options)
+        return found

@@ -8,19 +8,17 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch import nn
+from torch import Tensor, nn
 
-from ...strategies.engine import Unit, Zero3Engine, is_sharded, unit_around
-from .captured_module import CapturedCall
-from .compare import SignatureRecord, compare
+from ...strategies.engine import ShardedParameter, Zero3Engine, unit_around
+from .captured_module import CapturedCall, ModuleRun
 from .device import CudaGraphs, SoftwareGraphs
-from .limits import MOST_SIGNATURES, TOO_MANY, Recaptures
-from .module_state import Guard, Snapshot
+from .eager_run import EagerRun
+from .fingerprint import Fingerprint
 from .preconditions import check_device, check_strategy_of_modules
 from .ranks import GraphRanks
-from .software_graph import CaptureError, memory_of
-from .static_inputs import UnsupportedBatch, signature
-from .watch import Problem, Watch
+from .records import Captures, Options, Record, Run
+from .static_inputs import NotCapturable, signature
 
 
 def in_checkpoint() -> bool:
@@ -55,13 +53,12 @@ class CapturedModule:
         module: the module to be captured.
         graphs: makes the graphs.
         trainer: the trainer of the fit.
-        warmup: eager runs with inputs of one signature before the capture.
-        max_graphs: number of signatures that are captured.
+        options: how to capture.
 
     Attributes:
         problems: see :class:`~.ranks.Part`.
         is_eager: whether this rank runs the module eagerly from now on.
-        replays: number of replayed forwards.
+        captures: the graphs.
     """
 
     kind = "a module"
@@ -72,227 +69,164 @@ class CapturedModule:
         module: nn.Module,
         graphs: CudaGraphs | SoftwareGraphs,
         trainer: Trainer,
-        warmup: int,
-        max_graphs: int,
+        options: Options,
     ) -> None:
         self._name, self._module, self._graphs = name, module, graphs
-        self._trainer, self._strategy = trainer, trainer.strategy
-        self._warmup, self._max_graphs = warmup, max_graphs
-        self._eager_forward, self._own_forward = module.forward, module.__dict__.get("forward")
-        self._records: dict[Hashable, SignatureRecord] = {}
-        self._guard: Guard | None = None
-        self._names: set[str] = set()  # names of attributes that the graphs depend on
-        # Globals that the graphs depend on: by table and name, the same again.
-        self._globals: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        self._trainer = trainer
+        self._device = trainer.strategy.root_device
+        self._eager_forward, self._own_forward = module.forward, vars(module).get("forward")
+        self.captures = Captures[CapturedCall](options)
         self._engine: Zero3Engine | None = None
-        self._unit: Unit | None = None
+        self._needs_unit = False  # its weights are sharded, and unsharded while it runs
         self.problems, self.is_eager = list[str](), False
-        self._recaptures = Recaptures(warmup)
-        self.replays = 0
-        module.forward = self._run  # type: ignore[method-assign]
+        vars(module)["forward"] = self._run
 
     def uninstall(self) -> None:
         """Restore the module's ``forward`` and free the graphs."""
-        del self._module.forward
+        del vars(self._module)["forward"]
         if self._own_forward is not None:
-            self._module.forward = self._own_forward  # type: ignore[method-assign]
-        self._drop_graphs()
-
-    @property
-    def recaptures(self) -> int:
-        """How often the graphs went out of date."""
-        return self._recaptures.count
-
-    @property
-    def input_nbytes(self) -> int:
-        """Bytes of the static inputs of all graphs."""
-        return sum(call.input_nbytes for call in self._captured_calls())
-
-    def _captured_calls(self) -> list[CapturedCall]:
-        return [record.graphs for record in self._records.values() if record.graphs is not None]
-
-    def _drop_graphs(self) -> None:
-        for call in self._captured_calls():
-            # hazard: the backward of a busy call still needs the graph; autograd's node frees it.
-            if not call.is_busy:
-                call.reset()
-        self._records, self._guard, self._names, self._globals = {}, None, set(), {}
+            vars(self._module)["forward"] = self._own_forward
+        self.captures.drop()
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_eager or not torch.is_grad_enabled():
             return self._eager_forward(*args, **kwargs)
-        inputs, device = (args, kwargs), self._strategy.root_device.type
+        inputs, device = (args, kwargs), self._device.type
         try:
-            key = (
-                signature(inputs, "inputs"),
-                torch.is_autocast_enabled(device),
-                torch.get_autocast_dtype(device),
-            )
-            self._check_engine()
-        except (UnsupportedBatch, ValueError) as error:
-            return self._stop_and_run([Problem(str(error))], inputs)
-        if self._unit is not None and self._unit.lent:
-            # Inside of `gathered`, whose weights lie elsewhere until it ends.
-            return self._eager_forward(*args, **kwargs)
-        if self._guard is not None and self._guard.changed():
-            self._recapture()
-        record = None if self.is_eager else self._find_record(key)
-        if record is None:
-            return self._eager_forward(*args, **kwargs)
-        return self._run_record(record, inputs)
+            self._check_place()
+            autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+            record = self._find_record((signature(inputs, "inputs"), autocast))
+            if record is not None:
+                return self._run_record(record, inputs)
+        except NotCapturable as error:
+            self._stop(str(error))
+        return self._eager_forward(*args, **kwargs)
 
-    def _find_record(self, key: Hashable) -> SignatureRecord | None:
+    def _find_record(self, key: Hashable) -> Record[CapturedCall] | None:
         """Return the record of inputs with this signature; None if they run eagerly."""
-        record, captured = self._records.get(key), len(self._captured_calls())
-        if (record is None or record.graphs is None) and captured >= self._max_graphs:
-            return None
-        if record is None and len(self._records) >= MOST_SIGNATURES:
-            if not captured:
-                self._stop([Problem(TOO_MANY)])
-            return None
-        return self._records.setdefault(key, SignatureRecord(first_batch=self._batch_number()))
+        graphs = self.captures.graphs()
+        if graphs and self._needs_unit and not graphs[0].finds_weights:
+            return None  # they lie elsewhere for once, as inside of `gathered`
+        if self.captures.changes() and not self.captures.drop_stale():
+            times = self.captures.in_vain
+            raise NotCapturable(
+                f"Its graphs went out of date {times} times, each time before they had paid."
+            )
+        record = self.captures.find_record(key, self._batch_number())
+        # Busy: the module runs a second time before a backward.
+        is_busy = record is not None and record.graphs is not None and record.graphs.is_busy
+        return None if is_busy else record
 
     def _batch_number(self) -> int:
         return self._trainer.fit_loop.epoch_loop.total_batch_idx
 
-    def _run_record(self, record: SignatureRecord, inputs: Any) -> Any:
-        args, kwargs = inputs
-        if record.eager_runs < self._warmup or record.last_epoch != self._trainer.current_epoch:
-            return self._run_watched(record, inputs)
-        has_gradient = record.watches[-1].given
-        if record.graphs is not None and any(has_gradient):
-            # Other outputs may get gradients from this epoch on.
-            if has_gradient != record.graphs.needs_gradient:
-                self._recapture()
-                return self._eager_forward(*args, **kwargs)
+    def _run_record(self, record: Record[CapturedCall], inputs: Any) -> Any:
+        """Run the module in one of all ways.
+
+        Raises:
+            NotCapturable: it cannot be captured.
+        """
+        next_run = record.next_run(self.captures.options, self._trainer.current_epoch)
         if record.graphs is None:
-            if has_gradient and not any(has_gradient):
-                # The backward of the last run is still to come, or there was none.
-                if self._batch_number() - record.first_batch < 5 * self._warmup:
-                    return self._run_watched(record, inputs)
-                text = (
+            record.note_given()
+        if next_run is Run.CAPTURE and record.given and not any(record.given):
+            # The backward of the last run is still to come, or there was none.
+            if self._batch_number() - record.first_batch >= 5 * self.captures.options.warmup:
+                raise NotCapturable(
                     "No backward reaches its outputs. Where nobody needs one, run the module in"
                     " `torch.no_grad()`."
                 )
-                return self._stop_and_run([Problem(text)], inputs)
-            if problems := record.find_problems():
-                return self._stop_and_run(problems, inputs)
-            record.graphs = self._capture(record.watches[-1], inputs)
-            if record.graphs is None:
-                return self._stop_and_run(record.watches[-1].problems, inputs)
-            if len(self._captured_calls()) == self._max_graphs:
-                # No other signature will be captured: free the records of the others.
-                self._records = {k: r for k, r in self._records.items() if r.graphs is not None}
-        if record.graphs.is_busy:
-            # The module runs a second time before a backward.
-            return self._eager_forward(*args, **kwargs)
-        self.replays += 1
-        return record.graphs(inputs, list(self._module.parameters()))
+            next_run = Run.WATCH
+        if next_run is Run.CAPTURE:
+            self._capture(record, inputs)
+        eager = None
+        if next_run in (Run.WATCH, Run.VERIFY):
+            eager = EagerRun(self._graphs, self._trainer.lightning_module, self._module)
+        record.verified += next_run is Run.VERIFY
+        self.captures.replays += eager is None
+        parts = self._module, self._device, record.graphs, eager
+        run = ModuleRun(*parts, self._eager_forward, self._tell)
+        output = run(inputs)
+        if eager is not None and next_run is Run.WATCH:
+            record.add_run(eager)
+            record.last_given = run.given
+            self._note_leaves(eager, run.foreign_leaves)
+        return output
 
-    def _recapture(self) -> None:
-        """Drop the graphs, and stop capturing if they went out of date too often."""
-        self._drop_graphs()
-        if not self._recaptures.add(self.replays):
-            times = self._recaptures.in_vain
-            text = f"Its graphs went out of date {times} times, each time before they had paid."
-            self._stop([Problem(text)])
+    def _note_leaves(self, eager: EagerRun, leaves: list[Tensor]) -> None:
+        """Note gradients that a graph of the module would lose or count twice, and logging."""
+        if eager.tape.calls:
+            eager.add("It logs, which a graph of a module cannot repeat. Log in `training_step`.")
+        own = set(map(id, self._module.parameters()))
+        for name, parameter in self._trainer.lightning_module.named_parameters():
+            if any(parameter is leaf for leaf in leaves) and id(parameter) not in own:
+                eager.add(
+                    f"It computes with {name}, which is none of its parameters: its gradient would"
+                    " be lost. Pass it to `forward`, or capture a module that has both."
+                )
+            if id(parameter) in own and parameter._backward_hooks:
+                eager.add(f"Parameter {name} has a hook, which would run twice.")
+
+    def _capture(self, record: Record[CapturedCall], inputs: Any) -> None:
+        if record.problems:
+            raise NotCapturable(record.problems[0])
+        call = CapturedCall(
+            self._name,
+            self._module,
+            self._graphs,
+            self._device,
+            record.offsets,
+            record.given,
+            self._wait_for_weights,
+        )
+        try:
+            call.capture(self._eager_forward, inputs)
+        except RuntimeError as error:  # CUDA cannot go on after a capture that failed
+            text = f"Capturing module {self._name!r} failed. Leave it out of"
+            raise RuntimeError(f"{text} `CUDAGraphStep(modules=...)`.") from error
+        self.captures.add(record, call, Fingerprint(self._trainer, self._module, "forward"))
 
     def _wait_for_weights(self) -> None:
-        for unit in () if self._engine is None else tuple(self._engine.arena.holders):
+        for unit in () if self._engine is None else self._engine.units:
             unit.wait()
 
-    def _check_engine(self) -> None:
-        """Find the module's unit in the engine of `zero3`, which may be a new one.
+    def _check_place(self) -> None:
+        """Find out whether the module may run as a graph where it runs now.
 
         Raises:
-            ValueError: the module cannot be captured where it runs now.
+            NotCapturable: it may not.
         """
-        engine = getattr(self._strategy, "engine", None)
+        engine = getattr(self._trainer.strategy, "engine", None)
         # `Zero3Strategy` makes another engine for optimizers with other groups of parameters.
         if engine is not None and engine is not self._engine:
-            self._drop_graphs()
-            self._engine, self._unit = engine, unit_around(engine, self._module)
-        if self._unit is not None and not (self._unit.pins or self._unit.lent):
-            raise ValueError("it reads weights that are not gathered while it runs.")
+            self.captures.drop()
+            self._engine = engine
+            try:
+                self._needs_unit = unit_around(engine, self._module) is not None
+            except ValueError as error:
+                raise NotCapturable(str(error)) from error
+        parameters = self._module.parameters()
+        if self._needs_unit and any(isinstance(p, ShardedParameter) for p in parameters):
+            raise NotCapturable("it reads weights that are not gathered while it runs.")
         if in_checkpoint():
-            raise ValueError(
+            raise NotCapturable(
                 "a checkpoint runs it, and again in the backward. Put the checkpoint inside of the"
                 " module."
             )
 
-    def _run_watched(self, record: SignatureRecord, inputs: Any) -> Any:
-        watch, snapshot = Watch(self._strategy.root_device, inputs), Snapshot(self._module)
-        exchange_log = [] if self._engine is None else self._engine.collectives.exchange_log.trace
-        exchanges = len(exchange_log)
-        with watch.watching(None, forward=True):
-            output = watch.note_output(
-                self._eager_forward(*inputs[0], **inputs[1]), self._eager_forward
-            )
-        watch.add_changes(snapshot.changes())
-        if watch.exchanges or len(exchange_log) != exchanges:
-            watch.add(
-                "It exchanges something with other ranks, which need not capture it at the same"
-                " time.",
-                watch.exchanges,
-            )
-        watch.follow_gradients(output)
-        record.add_run(watch, self._trainer.current_epoch)
-        if record.graphs is not None and (watch.problems or compare(*record.watches)):
-            self._recapture()
-        return output
-
-    def _capture(self, watch: Watch, inputs: Any) -> CapturedCall | None:
-        """Return the captured call, or None if ``watch`` has found problems in the backward."""
-        call = CapturedCall(self._name, self._graphs, watch, self._wait_for_weights)
-        try:
-            call.capture(self._eager_forward, inputs, self._module)
-        except CaptureError:
-            if not watch.problems:
-                raise
-        except RuntimeError as error:  # CUDA cannot go on after a capture that failed
-            text = (
-                f"Capturing module {self._name!r} failed. Leave it out of"
-                " `CUDAGraphStep(modules=...)`."
-            )
-            raise RuntimeError(text) from error
-        else:
-            self._check_leaves(call, watch)
-        if watch.problems:
-            call.reset()
-            return None
-        self._names |= watch.names
-        self._globals |= watch.globals
-        self._guard = Guard(self._module, [], self._names, self._globals.values())
-        return call
-
-    def _check_leaves(self, call: CapturedCall, watch: Watch) -> None:
-        """Add a problem for each weight outside of the module that would get a gradient inside."""
-        names = {id(p): name for name, p in self._trainer.lightning_module.named_parameters()}
-        own = {memory_of(p) for p in self._module.parameters() if not is_sharded(p)}
-        for leaf in call.foreign_leaves:
-            name = names.get(id(leaf))
-            # Any other leaf was made by the module itself, which drops it.
-            if name is not None or memory_of(leaf) in watch.sources - own:
-                text = (
-                    f"It computes with {name or f'a tensor of shape {list(leaf.shape)}'}, which is"
-                    " none of its parameters:"
-                )
-                remedy = "Pass it to `forward`, or capture a module that has both."
-                watch.add(f"{text} its gradient would be lost. {remedy}", watch.program)
+    def _tell(self, difference: str) -> None:
+        """Stop capturing, as a replay differed from its eager run."""
+        self._stop(f"An eager run and its replay are not the same: {difference}")
 
     def stop_capturing(self) -> None:
         """Run the module eagerly from now on."""
         self.is_eager = True
-        self._drop_graphs()
+        self.captures.drop()
 
-    def _stop(self, problems: list[Problem]) -> None:
+    def _stop(self, problem: str) -> None:
         """Stop capturing on this rank; the others follow before the next micro-batch."""
         self.stop_capturing()
-        self.problems = [f"Module {self._name!r}: {problem}" for problem in problems]
-
-    def _stop_and_run(self, problems: list[Problem], inputs: Any) -> Any:
-        self._stop(problems)
-        return self._eager_forward(*inputs[0], **inputs[1])
+        self.problems = [f"Module {self._name!r}: {problem}"]
 
 
 class ModulesRunner:
@@ -302,10 +236,8 @@ class ModulesRunner:
         trainer: the trainer of the fit.
         root: the module that it trains.
         graphs: makes the graphs.
+        options: how to capture.
         patterns: see :func:`find_modules`.
-        warmup: eager runs of a module with inputs of one signature before its capture.
-        max_graphs: number of signatures that are captured of each module.
-        strict: raise an error where a module cannot be captured, instead of going on eagerly.
 
     Attributes:
         captured: the modules with replaced ``forward``, by name.
@@ -316,14 +248,11 @@ class ModulesRunner:
         trainer: Trainer,
         root: LightningModule,
         graphs: CudaGraphs | SoftwareGraphs,
+        options: Options,
         patterns: list[str],
-        warmup: int,
-        max_graphs: int,
-        strict: bool,
     ) -> None:
         self._trainer, self._root, self._graphs, self._patterns = trainer, root, graphs, patterns
-        self._warmup, self._max_graphs = warmup, max_graphs
-        self._ranks = GraphRanks(trainer, strict)
+        self._options, self._ranks = options, GraphRanks(trainer, options.strict)
         self.captured: dict[str, CapturedModule] = {}
 
     def install(self) -> None:
@@ -336,7 +265,7 @@ class ModulesRunner:
             return
         for name, module in modules.items():
             self.captured[name] = CapturedModule(
-                name, module, self._graphs, self._trainer, self._warmup, self._max_graphs
+                name, module, self._graphs, self._trainer, self._options
             )
 
     def agree_on_refusals(self) -> None:
@@ -363,7 +292,7 @@ class ModulesRunner:
     @property
     def input_nbytes(self) -> int:
         """Bytes of the static inputs of all graphs."""
-        return sum(captured.input_nbytes for captured in self.captured.values())
+        return sum(each.captures.input_nbytes for each in self.captured.values())
 
     def memory_bytes(self) -> dict[str, int]:
         """See :meth:`CUDAGraphStep.memory_bytes`."""
@@ -372,6 +301,6 @@ class ModulesRunner:
     def summary(self) -> str:
         """Return one line about the run."""
         counts = ", ".join(
-            f"{name} {captured.replays} times" for name, captured in self.captured.items()
+            f"{name} {captured.captures.replays} times" for name, captured in self.captured.items()
         )
         return f"CUDAGraphStep: replayed {counts or 'nothing'}"

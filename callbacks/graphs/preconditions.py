@@ -12,8 +12,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parallel import DistributedDataParallel
 
-from .source_lines import definition
-from .watch import Problem
+from .eager_run import REMEDY
+from .fingerprint import names_read
 
 _OPTIONS_OF_ZERO3 = {
     "debug": "looks at values on the host.",
@@ -22,59 +22,48 @@ _OPTIONS_OF_ZERO3 = {
 
 
 class GraphCaptureError(RuntimeError):
-    """With ``strict``, something cannot be captured."""
+    """With ``strict``, something cannot be captured, or is not what the eager step computes."""
 
 
-def check_trainer(trainer: Trainer, module: LightningModule) -> list[Problem]:
+def check_trainer(trainer: Trainer, module: LightningModule) -> list[str]:
     """Return the problems of a captured step that are known before the first step."""
-    step = definition(module.training_step)
-    found = [*check_device(trainer), *_check_ddp(trainer.strategy.model)]
-    if not module.automatic_optimization:
-        found.append(
-            Problem(
-                "The module optimizes manually: its `training_step` runs backward and the optimizer"
-                " itself.",
-                step,
-            )
-        )
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        found.append(
-            Problem(
-                "`training_step(self, dataloader_iter)` fetches batches itself. Take a batch.", step
-            )
-        )
-    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
-        text = "LBFGS runs a step several times; how often depends on values."
-        found.append(Problem(text, definition(module.configure_optimizers)))
-    if trainer._detect_anomaly:
-        found.append(Problem("`Trainer(detect_anomaly=True)` looks at values on the host."))
-    return found
-
-
-def _check_ddp(model: object) -> list[Problem]:
-    found = []
+    found, model = check_device(trainer), trainer.strategy.model
     if isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view:
-        text = (
+        found.append(
             "`DDPStrategy(gradient_as_bucket_view=True)` makes DDP replace the gradients that a"
             " graph adds to. Leave it out."
         )
-        found.append(Problem(text))
     if isinstance(model, DistributedDataParallel) and model._comm_hooks:
         name = getattr(model._comm_hooks[0][0], "__qualname__", "a hook")
-        text = (
+        found.append(
             f"`DDPStrategy(ddp_comm_hook=...)`, {name}, is Python, which would run only once. Leave"
             " it out."
         )
-        found.append(Problem(text))
+    if not module.automatic_optimization:
+        found.append(
+            "The module optimizes manually: its `training_step` runs backward and the optimizer"
+            " itself."
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        found.append("`training_step(self, dataloader_iter)` fetches batches itself. Take a batch.")
+    if used := names_read(module, "training_step") & {"logger", "loggers"}:
+        found.append(
+            f"`training_step` mentions `{min(used)}`, and a graph would use it only once, at its"
+            f" capture. Use `self.log`. {REMEDY}"
+        )
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
+        found.append("LBFGS runs a step several times; how often depends on values.")
+    if trainer._detect_anomaly:
+        found.append("`Trainer(detect_anomaly=True)` looks at values on the host.")
     return found
 
 
-def check_device(trainer: Trainer) -> list[Problem]:
+def check_device(trainer: Trainer) -> list[str]:
     """Return the problems of any capture in this run, of a step or of a module."""
     strategy, found = trainer.strategy, []
     if (
         not isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
-        and strategy.strategy_name != "zero3"
+        and getattr(strategy, "strategy_name", "") != "zero3"
     ):
         found.append(
             f"The strategy {type(strategy).__name__} is not known to work. Use one device, `ddp` or"
@@ -89,18 +78,14 @@ def check_device(trainer: Trainer) -> list[Problem]:
     device, fraction = strategy.root_device, 1.0
     if device.type == "cuda" and "garbage_collection_threshold" in settings:
         fraction = torch.cuda.memory.get_per_process_memory_fraction(device)
-    found += check_allocator(settings, trainer.world_size, os.environ, fraction)
-    return [Problem(text) for text in found]
+    return found + check_allocator(settings, trainer.world_size, os.environ, fraction)
 
 
-def check_strategy_of_modules(trainer: Trainer) -> list[Problem]:
+def check_strategy_of_modules(trainer: Trainer) -> list[str]:
     """Return the problems of captures of single modules."""
     if getattr(trainer.strategy, "_stop_on_nonfinite", False):
         return [
-            Problem(
-                "`Zero3Strategy(stop_on_nonfinite=True)` looks at what units inside of modules"
-                " compute."
-            )
+            "`Zero3Strategy(stop_on_nonfinite=True)` looks at what units inside of modules compute."
         ]
     return []
 

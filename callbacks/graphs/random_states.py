@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
-
-from .source_lines import Place, user_line
 
 # Positions of a generator, besides the numbers of the states that the forward saved.
 HOME = -1  # the state that the running pass has reached
@@ -23,57 +20,51 @@ LOST = -2  # another state: saved in a second computation, or set a second time
 
 
 class RandomStates:
-    """Tracks the calls of ``get_rng_state`` and ``set_rng_state`` in an eager step.
+    """Tracks the calls of ``get_rng_state`` and ``set_rng_state`` in an eager step on CUDA.
 
     Args:
-        source: the module with these functions, `torch` or `torch.cuda`.
+        source: the module with these functions, `torch.cuda`.
 
     Attributes:
         position: which state the generator is in: `HOME`, `LOST`, or the number of a saved state.
-        set_line: the user's line that set the generator's state last.
+        is_home: whether a pass ended where it would without the calls, and drew from no lost state.
         offsets: for each state that the forward saved, its distance from the state at the start of
             the forward, in random numbers of one thread of a CUDA kernel.
     """
 
-    def __init__(self, source: ModuleType) -> None:
+    def __init__(self, source: Any) -> None:
         self._source = source
-        self._start = 0
-        self.position = HOME
-        self.set_line: Place = None
-
-    def note_start(self) -> None:
-        """Note the generator's offset at the start of an eager forward."""
-        self._start = _offset(self._source.get_rng_state())
+        self.position, self.is_home, self.offsets = HOME, True, list[int]()
 
     @contextmanager
-    def track_calls(
-        self, forward: bool, on_save: Callable[[], None] = lambda: None
-    ) -> Iterator[None]:
-        """Wrap a forward, or its backward; call ``on_save`` after each state that is saved."""
+    def track_calls(self, forward: bool) -> Iterator[None]:
+        """Wrap a forward, or its backward."""
         real_get, real_set = real = self._source.get_rng_state, self._source.set_rng_state
         if forward:
-            self.offsets: list[int] = []
+            self._start = self._read_offset(real_get)
+            self.offsets = []
             self._saved: list[tuple[Tensor, int]] = []  # states and their positions
             self._visited: set[int] = set()
+        set_offset = 0  # of the state that was set last
 
         def get_rng_state(*args: object) -> Tensor:
-            with _disable_current_modes():
-                state = self._get_state(lambda: real_get(*args))
-                if forward:
-                    self.offsets.append(_offset(state) - self._start)
+            state = self._get_state(lambda: real_get(*args))
             if forward:
+                self.offsets.append(_offset(state) - self._start)
                 position = len(self._saved)
             else:
                 position = HOME if self.position == HOME else LOST
             self._saved.append((state, position))
-            on_save()
             return state
 
         def set_rng_state(state: Tensor, *args: object) -> None:
+            nonlocal set_offset
+            if self.position == LOST and self._read_offset(real_get) != set_offset:
+                self.is_home = False
             position = next((number for saved, number in self._saved if saved is state), LOST)
             self.position = LOST if position in self._visited else position
             self._visited |= {position} - {HOME}
-            self.set_line = user_line()
+            set_offset = _offset(state)
             self._set_state(lambda: real_set(state, *args))
 
         self._source.get_rng_state, self._source.set_rng_state = get_rng_state, set_rng_state
@@ -81,6 +72,10 @@ class RandomStates:
             yield
         finally:
             self._source.get_rng_state, self._source.set_rng_state = real
+            self.is_home &= self.position == HOME
+
+    def _read_offset(self, real: Callable[[], Tensor]) -> int:
+        return _offset(real())
 
     def _get_state(self, real: Callable[[], Tensor]) -> Tensor:
         return real()
@@ -118,16 +113,14 @@ class CapturedRandomStates(RandomStates):
         self.states = [self._generator.clone_state() for _ in offsets]
 
     @contextmanager
-    def track_calls(
-        self, forward: bool, on_save: Callable[[], None] = lambda: None
-    ) -> Iterator[None]:
+    def track_calls(self, forward: bool) -> Iterator[None]:
         """See :meth:`RandomStates.track_calls`.
 
         Raises:
             RuntimeError: the captured step saved other states than the eager one.
         """
         try:
-            with super().track_calls(forward, on_save):
+            with super().track_calls(forward):
                 yield
         finally:
             self._generator.graphsafe_set_state(self._home)
@@ -136,6 +129,9 @@ class CapturedRandomStates(RandomStates):
                 "The captured step saved other random states than the eager one. Please report"
                 " this."
             )
+
+    def _read_offset(self, real: Callable[[], Tensor]) -> int:
+        return 0
 
     def _get_state(self, real: Callable[[], Tensor]) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)  # only its identity counts

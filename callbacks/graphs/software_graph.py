@@ -6,9 +6,13 @@ nothing gets faster.
 
 from __future__ import annotations
 
+import linecache
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,6 +25,11 @@ from ...strategies.collectives import LocalCollectives
 from .software_exchanges import record_exchanges
 
 _aten = torch.ops.aten
+# The engine of `zero3` waits where a capture does not.
+OURS = tuple(str(Path(__file__).parents[2] / name) for name in ("callbacks", "strategies"))
+_TORCH = Path(torch.__file__).parent
+# Code of torch between an operation and a mode.
+_PLUMBING = tuple(str(_TORCH / name) for name in ("_compile", "_dynamo", "utils/_python_dispatch"))
 # Operations whose results have no values yet.
 _EMPTY = (
     _aten.empty,
@@ -143,9 +152,13 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        _require_capturable(func, args)
+        if _waits_for_device(func, args):
+            raise CaptureError(
+                f"{func} was called while a graph was captured. It needs a value, or a size that"
+                " depends on values, on the host, and there are no values yet."
+            )
         inputs = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
-        written = written_by(func, args, kwargs)
+        written = _written_by(func, args, kwargs)
         for tensor in written:
             self.save_values(tensor)
         result = func(*args, **kwargs)
@@ -201,14 +214,14 @@ def _record_random_states(recorder: _Recorder) -> Iterator[None]:
         return state
 
     torch.get_rng_state = get_rng_state
-    torch.set_rng_state = lambda state: recorder.record_call(lambda: real_set(state), [])
+    torch.set_rng_state = lambda new_state: recorder.record_call(lambda: real_set(new_state), [])
     try:
         yield
     finally:
         torch.get_rng_state, torch.set_rng_state = real
 
 
-def written_by(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
+def _written_by(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
     """Return the tensors that an operation writes to."""
     if func.namespace == "c10d":  # schemas of collectives mark no writes
         return [v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
@@ -222,7 +235,7 @@ def written_by(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
     return found
 
 
-def waits_for_device(func: Any, args: tuple) -> bool:
+def _waits_for_device(func: Any, args: tuple) -> bool:
     """Return whether an operation needs a value, or a size that depends on values, on the host."""
     if func.overloadpacket in (
         _aten.index,
@@ -239,9 +252,24 @@ def waits_for_device(func: Any, args: tuple) -> bool:
     )
 
 
-def _require_capturable(func: Any, args: tuple) -> None:
-    if waits_for_device(func, args):
-        raise CaptureError(
-            f"{func} was called while a graph was captured. It needs a value, or a size that"
-            " depends on values, on the host, and there are no values yet."
-        )
+def describe_line(file: str, line: int) -> str:
+    """Return ``train.py:31: `x = loss.item()` ``."""
+    return f"{file}:{line}: `{linecache.getline(file, line).strip()}`"
+
+
+class ReportsWaits(TorchDispatchMode):
+    """Adds to ``found`` each operation of the body for which the host would wait for a device."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _waits_for_device(func, args):
+            caller: FrameType | None = sys._getframe(1)
+            while caller is not None and caller.f_code.co_filename.startswith(_PLUMBING):
+                caller = caller.f_back
+            if caller is not None and not caller.f_code.co_filename.startswith(OURS):
+                place = describe_line(caller.f_code.co_filename, caller.f_lineno)
+                self._found.append(f"{place}: {func.overloadpacket}")
+        return func(*args, **kwargs or {})

@@ -138,14 +138,14 @@ def test_prediction_runs_eagerly_beside_it(strategy):
     assert_same(mine, reference)
 
 
-def test_the_program_of_a_step_runs_until_the_capture_and_at_the_start_of_each_epoch():
-    module, calls = Net(), array("q")  # what holds lists would be noticed to change
+def test_the_program_of_a_step_runs_until_it_is_verified_and_at_the_start_of_each_epoch():
+    module, calls = Net(), array("q")
     step = module.training_step
     module.training_step = lambda batch, batch_idx: (
         calls.append(batch_idx) or step(batch, batch_idx)
     )
-    fit(module, CUDAGraphStep(software=True, warmup=3, strict=True))
-    assert list(calls) == [0, 1, 2, 3, 0]
+    fit(module, CUDAGraphStep(software=True, warmup=3, verify=2, strict=True))
+    assert list(calls) == [0, 1, 2, 3, 4, 5, 0]  # eager, captured, verified
 
 
 def test_checkpoints_are_the_same_and_resume_to_the_same(tmp_path):
@@ -194,6 +194,7 @@ def test_after_a_fit_everything_is_as_before():
     for run in (mine, reference):
         torch.manual_seed(13)
         run.go_on(max_epochs=4)
-    # Of 22 micro-batches: three are watched before the capture, and the first of the second epoch.
-    assert first == callback.replays == 18
+    # Of 22 micro-batches: three are watched before the capture, three after it are verified, and
+    # the first of the second epoch.
+    assert first == callback.replays == 15
     assert_same_run(mine, reference)

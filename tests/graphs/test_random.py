@@ -80,10 +80,10 @@ class Device:
         state.offset += count
         return state.seed, state.offset - count
 
-    def capture(self, states, program, forward, watched):
+    def capture(self, states, program, forward):
         self.kernels = []
         try:
-            with states.track_calls(forward), watched.track_calls(forward):
+            with states.track_calls(forward):
                 program()
             return self.kernels
         finally:
@@ -125,20 +125,18 @@ def step(device):
 def test_replays_draw_what_eager_steps_draw(monkeypatch):
     device, watched = Device(monkeypatch), RandomStates(torch.cuda)
     forward, backward = step(device)
-    watched.note_start()
     with watched.track_calls(forward=True):
         forward()
     with watched.track_calls(forward=False):
         backward()
-    assert watched.offsets == [4, 16] and watched.position == HOME
+    assert watched.offsets == [4, 16] and watched.position == HOME and watched.is_home
 
     states = CapturedRandomStates(torch.device("cuda", 0), watched.offsets)
     forward, backward = step(device)
     captured = (
-        device.capture(states, forward, True, watched),
-        device.capture(states, backward, False, watched),
+        device.capture(states, forward, True),
+        device.capture(states, backward, False),
     )
-    assert watched.position == HOME
     for seed in (7, 7, 23):  # the user may seed anew between steps
         begin = torch.tensor(
             list(struct.pack("<qq", seed, device.generator.state.offset + 20)), dtype=torch.uint8
@@ -178,14 +176,13 @@ def test_replays_on_a_gpu_draw_what_eager_steps_draw():
 def compare_replays(graphs):
     watched = RandomStates(torch.cuda)
     forward, backward = step(Gpu())
-    watched.note_start()
     with watched.track_calls(forward=True):
         forward()
     with watched.track_calls(forward=False):
         backward()
     pair, captured = graphs.make_pair([], watched.offsets), []
-    for graph, program, is_forward in zip(pair, step(Gpu()), (True, False), strict=True):
-        with graph.capture(), watched.track_calls(is_forward):
+    for graph, program in zip(pair, step(Gpu()), strict=True):
+        with graph.capture():
             captured += program()
     for seed in (7, 7, 23):
         torch.cuda.manual_seed(seed)
@@ -205,4 +202,20 @@ def test_a_capture_that_saves_other_states_is_an_error(monkeypatch):
     device = Device(monkeypatch)
     states = CapturedRandomStates(torch.device("cuda", 0), [4])
     with pytest.raises(RuntimeError, match="other random states than the eager one"):
-        device.capture(states, step(device)[0], True, RandomStates(torch.cuda))
+        device.capture(states, step(device)[0], True)
+
+
+def test_numbers_from_a_state_that_no_graph_can_go_back_to_are_noticed(monkeypatch):
+    """A checkpoint inside of another's second computation saves, sets and draws."""
+    device, watched = Device(monkeypatch), RandomStates(torch.cuda)
+    with watched.track_calls(forward=True):
+        outer = torch.cuda.get_rng_state()
+        device.draw(4)
+    with watched.track_calls(forward=False):
+        found = torch.cuda.get_rng_state()
+        torch.cuda.set_rng_state(outer)
+        inner = torch.cuda.get_rng_state()
+        torch.cuda.set_rng_state(inner)
+        device.draw(4)
+        torch.cuda.set_rng_state(found)
+    assert watched.position == HOME and not watched.is_home

@@ -145,8 +145,9 @@ class Counting(CUDAGraphStep):
 
     def on_train_end(self, trainer, pl_module):
         runner = self._runner
-        self.steps, self.replays = runner.steps, runner.replays
-        self.captured, self.recaptures = runner.captured, runner.recaptures
+        self.steps, self.verified = runner.steps, runner.verified
+        self.replays, self.recaptures = runner.captures.replays, runner.captures.recaptures
+        self.captured = len(runner.captures.graphs())
         self.memory = self.memory_bytes()
         super().on_train_end(trainer, pl_module)
 
