@@ -153,56 +153,68 @@ class Fingerprint:
 
     def __init__(self, trainer: Trainer, module: nn.Module, method: str) -> None:
         self._trainer = trainer
-        # Of each module its name, the tables of its attributes, and the names that count.
-        self._modules: list[tuple[str, list[Mapping[str, Any]], set[str]]] = []
+        self._tables: list[tuple[str, dict]] = list(_GLOBAL_HOOKS)
+        # Where an attribute is, its value if only an assignment can change it, and its state.
+        self._spots: list[tuple[str, Mapping[str, Any], str, Any, Any]] = []
+        # Of each module the names that count and that it does not have.
+        self._sizes: list[tuple[str, dict, int, set[str]]] = []
+        self._tensors: list[tuple[str, Tensor]] = []
         mentioned = names_read(module, method)
         for path, each in module.named_modules():
             if isinstance(each, Metric):
                 continue  # its state changes by design
             names = names_read(each, "forward") | (mentioned if each is module else set())
             mentioned = mentioned | names
-            classes = [vars(cls) for cls in type(each).__mro__ if cls not in _BASES]
-            hyper_parameters = getattr(each, "_hparams", None) or {}
-            names |= {"training", "forward", *hyper_parameters}
-            tables = [*classes[::-1], hyper_parameters, vars(each)]
-            self._modules.append((f"{path}." if path else "", tables, names - _INTERNAL))
+            self._add_module(f"{path}." if path else "", each, names)
+        # So that no others get their ids.
+        self._held = [list(table.values()) for _, table in self._tables]
         # What is no plain value of the Trainer, as its callbacks, is not of the step.
         names = {n for n in mentioned & set(dir(trainer)) if is_constant(getattr(trainer, n))}
         self._trainer_names = sorted(names)
-        self._mentions_groups = bool(mentioned & {"param_groups", "get_last_lr"})
-        self._texts = mentioned | ({"'lr'"} if "get_last_lr" in mentioned else set())
-        # So that no others get their ids.
-        self._held = [list(table.values()) for _, table in self._tables()]
+        self._texts = mentioned if mentioned & {"param_groups", "get_last_lr"} else set()
+        if "get_last_lr" in mentioned:
+            self._texts = self._texts | {repr("lr")}
         self._before = self._read()
 
-    def _tables(self) -> Iterator[tuple[str, dict]]:
-        for path, tables, _ in self._modules:
-            yield from ((path + name, tables[-1][name] or {}) for name in (*_TABLES, *_HOOKS))
-        yield from _GLOBAL_HOOKS
+    def _add_module(self, path: str, module: nn.Module, names: set[str]) -> None:
+        attributes, hyper_parameters = vars(module), getattr(module, "_hparams", None) or {}
+        tables = ((path + name, getattr(module, name)) for name in (*_TABLES, *_HOOKS))
+        self._tables += [each for each in tables if isinstance(each[1], dict)]
+        classes = [vars(cls) for cls in type(module).__mro__ if cls not in _BASES]
+        names = (names | {"training", "forward", *hyper_parameters}) - _INTERNAL
+        self._sizes.append((path, attributes, len(attributes), names - attributes.keys()))
+        for table in (*classes, hyper_parameters, attributes):
+            for name in names & table.keys():
+                state = state_of(value := table[name])
+                is_fixed = is_constant(value) or type(state) is _Itself
+                spot = path + name, table, name, value if is_fixed else self, state
+                self._spots.append(spot)
+        for tensors in (module._parameters, module._buffers):
+            self._tensors += [(path + n, t) for n, t in tensors.items() if t is not None]
 
     def _read(self) -> dict[str, Any]:
         found: dict[str, Any] = {
-            name: tuple(map(id, table.values())) for name, table in self._tables()
+            name: tuple(map(id, table.values())) for name, table in self._tables if table
         }
+        for key, table, name, fixed, state in self._spots:
+            value = table.get(name)
+            found[key] = state if value is fixed else state_of(value)
+        for path, attributes, size, missing in self._sizes:
+            if len(attributes) != size:
+                found |= {path + name: "assigned" for name in missing & attributes.keys()}
         # The `__torch_function__` of `zero3`'s parameters hides their addresses.
         with torch._C.DisableTorchFunctionSubclass():
-            for path, tables, names in self._modules:
-                for table in tables:
-                    for name in names & table.keys():
-                        found[path + name] = state_of(table[name])
-                for tensors in (tables[-1]["_parameters"], tables[-1]["_buffers"]):
-                    for name, tensor in tensors.items():
-                        if tensor is not None:
-                            hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
-                            place = address(tensor), tensor.requires_grad
-                            found[path + name] = place, [list(each or ()) for each in hooks]
+            for key, tensor in self._tensors:
+                hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+                keys = any(hooks) and [list(each or ()) for each in hooks]
+                found[key] = address(tensor), tensor.requires_grad, keys
         for name in self._trainer_names:
             found[f"trainer.{name}"] = constant(getattr(self._trainer, name))
         for number, optimizer in enumerate(self._trainer.optimizers):
             for index, group in enumerate(optimizer.param_groups):
                 where = f"param group {index} of optimizer {number}"
                 found[f"the parameters of {where}"] = list(map(id, group["params"]))
-                names = {n for n in group if self._mentions_groups and repr(n) in self._texts}
+                names = {n for n in group if self._texts and repr(n) in self._texts}
                 found |= {f"{name!r} of {where}": state_of(group[name]) for name in names}
         found["a setting of torch (determinism, precision, autocast, attention)"] = _flags()
         found["the engine of `zero3`"] = id(getattr(self._trainer.strategy, "engine", None))
