@@ -69,7 +69,7 @@ def noisy():
         library.define("noisy(Tensor x, float size) -> Tensor")
 
         def add_noise(x, size):
-            return x * (1 + size * (0.5 + int.from_bytes(os.urandom(4)) / 2**33))
+            return x * (1 + size * (0.5 + int.from_bytes(os.urandom(4), "big") / 2**33))
 
         library.impl("noisy", add_noise, "CompositeExplicitAutograd")
         library.impl("noisy", lambda x, size: x.view_as(x), "Autograd")
