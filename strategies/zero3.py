@@ -263,6 +263,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             wire_dtype=lambda name, p: torch.float32 if name in kept else wire,
             reduce_dtype=self._reduce_dtype,
             reduce_once=self._reduce_once,
+            loaded=self.pending_keys(),
         )
 
     def _has_differing_ranks(self, engine: Zero3Engine) -> bool:

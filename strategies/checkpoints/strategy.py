@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -429,6 +429,10 @@ class CheckpointStrategy(ProcessStrategy):
         # before loading, which then converts from the digits in the file
         self.precision_plugin.convert_module(module)
         return load_module(module, *weights)
+
+    def pending_keys(self) -> Container[str]:
+        """Return the keys of weights that wait for the model to be sharded."""
+        return () if self._pending_weights is None else self._pending_weights[0].keys()
 
     def _load_weights(self) -> None:
         """Load weights that waited for the model to be sharded; to be called then; collective."""

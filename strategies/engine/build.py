@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ..collectives import LocalCollectives
 from .chunk import Chunk, Entry
 from .debug import CheckedUnit
+from .initial_values import Initializer
 from .layout import ChunkLayout
 from .partition import UnitModules
 from .sharded import Value, about, forget, is_sharded, owner_or_none, read
@@ -222,6 +223,7 @@ def fill_shards(
     model: nn.Module,
     collectives: LocalCollectives,
     device: torch.device,
+    initializer: Initializer,
 ) -> list[str]:
     """Cut every unit into shards, from rank 0's values, whatever the other ranks initialised;
     collective.
@@ -234,14 +236,9 @@ def fill_shards(
     )
     for owner in earlier:
         owner.compare_notes()
-    owners = {
-        id(p): module
-        for module in reversed(list(model.modules()))
-        for p in module._parameters.values()
-    }
     differing = []
     for unit in units:
-        _materialize(unit, owners)
+        initializer.fill((entry.name, entry.parameter) for entry in unit.entries)
         initial = _initial_values(unit)
         for chunk in unit.chunks:
             buffer = torch.zeros(chunk.layout.numel, dtype=chunk.master_dtype, device=device)
@@ -278,28 +275,3 @@ def _initial_values(unit: Unit) -> dict[str, Tensor]:
         full = read([entry.parameter for entry in sharded])
     values = {entry.name: entry.parameter for entry in unit.entries}
     return values | {entry.name: value for entry, value in zip(sharded, full, strict=True)}
-
-
-def _materialize(unit: Unit, owners: dict[int, nn.Module]) -> None:
-    """Give meta parameters memory and initial values, as their modules' ``reset_parameters`` does
-    it.
-    """
-    waiting = []
-    for entry in unit.entries:
-        p = entry.parameter
-        if not p.is_meta:
-            continue
-        module = owners[id(p)]
-        if not hasattr(module, "reset_parameters"):
-            raise ValueError(
-                f"Parameter {entry.name!r} is on the meta device and {type(module).__name__} has no"
-                " `reset_parameters()` to initialise it with. Add that method, or create the"
-                " module on the CPU."
-            )
-        torch.utils.swap_tensors(
-            p, nn.Parameter(torch.empty_like(p, device="cpu"), requires_grad=p.requires_grad)
-        )
-        if module not in waiting:
-            waiting.append(module)
-    for module in waiting:
-        cast(Any, module).reset_parameters()

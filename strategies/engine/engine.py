@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ from .chunk import Entry
 from .forward_order import ForwardOrder
 from .gradients import Gradients
 from .hooks import install, transform, watch_outputs
+from .initial_values import Initializer
 from .isolation import apart
 from .layout import ArenaLayout
 from .module_tree import Structure
@@ -69,6 +70,8 @@ class Zero3Engine:
         debug: look for lost writes. See :mod:`~.debug`.
         reduce_once: make :meth:`accumulate` hold gradients; costs a full-size fp32 gradient on
             every rank.
+        loaded: names of parameters and buffers that are going to be loaded, and are not initialised
+            where they are on the meta device.
 
     Raises:
         ValueError: see :mod:`~.partition` and :mod:`~.build`.
@@ -93,6 +96,7 @@ class Zero3Engine:
         reduce_dtype: torch.dtype | None = None,
         reduce_once: bool = False,
         debug: bool = False,
+        loaded: Container[str] = (),
     ) -> None:
         self.device, self.collectives = device, collectives
         trained = trained_parameters(model, optimizers)
@@ -103,7 +107,9 @@ class Zero3Engine:
         self.trained_ids = trained
         check_memory(model)
         check_same_structure(self.units, model, optimizers, collectives)
-        self.differing = fill_shards(self.units, model, collectives, device)
+        initializer = Initializer(model, loaded)
+        initializer.fill_buffers(model)
+        self.differing = fill_shards(self.units, model, collectives, device, initializer)
         self.buffers = Buffers(model, collectives, device)
         self.differing += self.buffers.differing
         self._connect(reduce_once, reduce_dtype)

@@ -148,8 +148,7 @@ class Early(Lit):
     def __init__(self, recipe, path, hook, device):
         super().__init__(recipe, no_gradients)
         self.path, self.hook, self.lists = path, hook, None
-        self.net.to(device)
-        self.net.reset_parameters = lambda: None  # it has a parameter of its own
+        self.net.to(device)  # on meta, its position parameter has nothing to initialise it
 
     def load(self, hook):
         if hook == self.hook:

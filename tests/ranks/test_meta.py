@@ -122,3 +122,96 @@ def test_a_parameter_that_nothing_initialises_is_refused():
     )
     with pytest.raises(ValueError, match=expected):
         _engine(model)
+
+
+# ---- `_init_weights` ---------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Initialised by the model, through its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.scale = nn.Linear(4, 4), nn.Parameter(torch.zeros(4))
+        self.register_buffer("angles", torch.arange(4.0), persistent=False)
+
+
+class Model(nn.Module):
+    """As Hugging Face's: `_init_weights` knows every layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(7, 4), nn.ModuleList(Attention() for _ in range(2))
+        self.norm = nn.LayerNorm(4)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, layer):
+        if isinstance(layer, nn.Embedding):
+            layer.weight.data.fill_(0.25)
+        if isinstance(layer, nn.Linear):
+            layer.weight.data.fill_(0.5)
+            layer.bias.data.zero_()
+        if isinstance(layer, Attention):
+            layer.scale.data.fill_(3.0)
+            layer.q.weight.data.fill_(0.75)
+            layer.angles.copy_(torch.arange(4.0))
+
+
+def _hugging_face(rank, world_size):
+    with torch.device("meta"):
+        model = nn.ModuleDict({"net": Model(), "head": nn.Linear(4, 1)})
+    engine = _engine(model)
+    found = {n: v.clone() for unit in engine.units for n, v in unit.values().items()}
+    return found, {name: b.clone() for name, b in model.named_buffers()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_initialises_its_layers_as_in_its_constructor(world_size):
+    expected = Model()
+    for values, buffers in run_ranks(_hugging_face, world_size):
+        for name, value in expected.named_parameters():
+            assert torch.equal(values[f"net.{name}"], value), name
+        assert values["net.blocks.0.q.weight"].unique().tolist() == [0.75]
+        assert torch.equal(buffers["net.blocks.1.angles"], torch.arange(4.0))
+        assert 0 < values["head.weight"].abs().max() < 0.5  # its own `reset_parameters`
+
+
+def test_what_init_weights_leaves_as_it_is_is_refused():
+    class Other(Model):
+        def _init_weights(self, layer):
+            if not isinstance(layer, Attention):
+                super()._init_weights(layer)
+
+    with torch.device("meta"):
+        model = Other()
+    with pytest.raises(ValueError, match=r"Buffer 'blocks.0.angles' .* `_init_weights` of Other"):
+        _engine(model)
+    for block in model.blocks:
+        block.angles = torch.zeros(4)
+    with pytest.raises(ValueError, match=r"Parameter 'blocks\.0\.scale' is on the meta device"):
+        _engine(model)
+
+
+def test_an_initialisation_of_another_kind_is_said_to_be_lost():
+    class Old(nn.Sequential):
+        def init_weights(self):
+            pass
+
+    with torch.device("meta"):
+        model = Old(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.warns(UserWarning, match="Old.init_weights is not called") as told:
+        _engine(model)
+    assert len(told) == 1
+
+
+def test_what_is_going_to_be_loaded_is_not_initialised():
+    with torch.device("meta"):
+        model = nn.Sequential(Masked(), Gain())
+    names = {"0.mask", "0.linear.weight", "0.linear.bias", "1.gain"}
+    device = torch.device("cpu")
+    engine = Zero3Engine(
+        model, device=device, collectives=make_collectives(None, device), loaded=names
+    )
+    values = {n: v.clone() for unit in engine.units for n, v in unit.values().items()}
+    assert values.keys() == names - {"0.mask"}
+    assert not any(value.any() for value in values.values()) and not model[0].mask.any()

@@ -1,0 +1,172 @@
+"""Initial values of modules that were created on the meta device, unit by unit."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Container, Iterable
+
+import torch
+from torch import Tensor, nn
+
+# what constructors call by convention, besides `_init_weights` that takes a layer
+_LOST = ("_init_weights", "init_weights", "initialize_weights")
+
+
+class Initializer:
+    """Gives parameters and buffers on the meta device memory, and the values of their modules.
+
+    A layer is initialised by its ``reset_parameters()``, and then by ``_init_weights(layer)`` of
+    the nearest module around it that has this method, as Hugging Face's models and others of their
+    kind do it in their constructors, where it is lost on the meta device.
+
+    Args:
+        model: the whole model.
+        loaded: names of what is going to be loaded, and is not initialised.
+    """
+
+    def __init__(self, model: nn.Module, loaded: Container[str] = ()) -> None:
+        self._loaded = loaded
+        self._told: set[type[nn.Module]] = set()
+        self._parents: dict[nn.Module, nn.Module] = {}
+        self._owners: dict[int, nn.Module] = {}  # by id of the parameter
+        for module in model.modules():
+            for child in module.children():
+                self._parents.setdefault(child, module)
+        for module in reversed(list(model.modules())):
+            self._owners.update({id(p): module for p in module._parameters.values()})
+
+    def fill_buffers(self, model: nn.Module) -> None:
+        """Initialise buffers by ``_init_weights``; before parameters have memory.
+
+        Others stay as they are: running statistics of norm layers need none of this.
+
+        Raises:
+            ValueError: it did not.
+        """
+        for prefix, module in model.named_modules():
+            buffers = [(name, b) for name, b in module._buffers.items() if b is not None]
+            waiting = {
+                f"{prefix}.{name}".lstrip("."): name for name, buffer in buffers if buffer.is_meta
+            }
+            around = self._around(module)
+            if around is None and not all(name in self._loaded for name in waiting):
+                continue
+            for name in waiting.values():
+                module._buffers[name] = _unset(module._buffers[name])
+            if around is not None and waiting:
+                with torch.no_grad():
+                    around._init_weights(module)
+            for full, name in waiting.items():
+                if full in self._loaded:
+                    module._buffers[name].zero_()
+                elif _has_unset(module._buffers[name]):
+                    raise ValueError(
+                        f"Buffer {full!r} is on the meta device, and `_init_weights` of"
+                        f" {type(around).__name__} leaves it as it is. Create it with"
+                        ' `device="cpu"`.'
+                    )
+
+    def fill(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Initialise the parameters of a unit.
+
+        Raises:
+            ValueError: nothing initialises one of them.
+        """
+        named = list(parameters)
+        waiting: dict[nn.Module, None] = {}
+        unset = []
+        for name, p in named:
+            if not p.is_meta:
+                continue
+            value = _unset(p.detach())
+            if name in self._loaded:
+                value.zero_()
+            else:
+                unset.append((name, p))
+                waiting[self._owners[id(p)]] = None
+            torch.utils.swap_tensors(p, nn.Parameter(value, requires_grad=p.requires_grad))
+        here = {id(p) for _, p in named}
+        for module in waiting:
+            self._warn_of_lost_code(module)
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        # children first, as `apply` does; some models initialise layers from the module around them
+        for module in sorted(self._with_parents(waiting, here), key=self._depth, reverse=True):
+            around = self._around(module)
+            if around is not None:
+                with torch.no_grad():
+                    around._init_weights(module)
+        for name, p in unset:
+            owner = self._owners[id(p)]
+            if not hasattr(owner, "reset_parameters") and _has_unset(p.detach()):
+                raise ValueError(
+                    f"Parameter {name!r} is on the meta device and {type(owner).__name__} has no"
+                    " `reset_parameters()` to initialise it with. Add that method, or create the"
+                    " module on the CPU."
+                )
+
+    def _with_parents(self, modules: Iterable[nn.Module], here: set[int]) -> dict[nn.Module, None]:
+        """Return the modules, and those around them that have no parameters elsewhere."""
+        found: dict[nn.Module, None] = {}
+        for each in modules:
+            module: nn.Module | None = each
+            while module is not None and all(id(p) in here for p in module.parameters()):
+                found[module] = None
+                module = self._parents.get(module)
+            found[each] = None
+        return found
+
+    def _warn_of_lost_code(self, module: nn.Module) -> None:
+        """Warn once of each class whose constructor may have called code that initialises."""
+        if self._around(module) is not None:
+            return
+        around: nn.Module | None = module
+        while around is not None:
+            name = next((n for n in _LOST if hasattr(type(around), n)), None)
+            if name is not None and type(around) not in self._told:
+                self._told.add(type(around))
+                warnings.warn(
+                    f"{type(around).__name__}.{name} is not called for layers that were created on"
+                    " the meta device, where a constructor's initialisation is lost: they have what"
+                    " their `reset_parameters()` gives. Write it as `_init_weights(self, layer)`,"
+                    " which is called with each layer.",
+                    stacklevel=2,
+                )
+            around = self._parents.get(around)
+
+    def _depth(self, module: nn.Module) -> int:
+        return 1 + self._depth(self._parents[module]) if module in self._parents else 0
+
+    def _around(self, module: nn.Module) -> nn.Module | None:
+        """Return the nearest module around it, or itself, whose ``_init_weights`` takes a layer."""
+        around: nn.Module | None = module
+        while around is not None and not _takes_layer(getattr(around, "_init_weights", None)):
+            around = self._parents.get(around)
+        return around
+
+
+def _takes_layer(method: object) -> bool:
+    try:
+        inspect.signature(method).bind(None)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _unset(tensor: Tensor) -> Tensor:
+    """Return memory for a tensor, with a value in it that no initialisation chooses."""
+    return torch.full_like(tensor, _unset_value(tensor.dtype), device="cpu")
+
+
+def _has_unset(tensor: Tensor) -> bool:
+    if tensor.dtype == torch.bool:
+        return False  # all its values are possible ones
+    value = _unset_value(tensor.dtype)
+    return bool((tensor.isnan() if value != value else tensor == value).any())
+
+
+def _unset_value(dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return False if dtype == torch.bool else torch.iinfo(dtype).min

@@ -1,0 +1,155 @@
+"""Models of Hugging Face's on the meta device: initialised as by their constructors, loaded by
+parts, written as `from_pretrained` loads them.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+import transformers
+from torch.utils.data import DataLoader
+
+from checkpoints.runs import full_weights
+from helpers.parity import assert_same_tensors, trainer, zero3
+from helpers.ranks import run_ranks
+from lightning_zero3.__main__ import main
+
+SMALL = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+}
+MODELS = {
+    "llama": (
+        transformers.LlamaForCausalLM,
+        transformers.LlamaConfig(**SMALL, tie_word_embeddings=False),
+    ),
+    "tied llama": (
+        transformers.LlamaForCausalLM,
+        transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
+    ),
+    "opt": (
+        transformers.OPTForCausalLM,
+        transformers.OPTConfig(
+            **{k: v for k, v in SMALL.items() if k != "intermediate_size"},
+            ffn_dim=96,
+            word_embed_proj_dim=48,
+            max_position_embeddings=32,
+        ),
+    ),
+    "vit": (
+        transformers.ViTModel,
+        transformers.ViTConfig(
+            **{k: v for k, v in SMALL.items() if k != "vocab_size"}, image_size=32, patch_size=8
+        ),
+    ),
+}
+
+
+class Made(pl.LightningModule):
+    def __init__(self, name, weights=None):
+        super().__init__()
+        self.name, self.weights, self.model = name, weights, None
+
+    def configure_model(self):
+        if self.model is None:
+            build, config = MODELS[self.name]
+            with torch.device("meta"):
+                self.model = build(config)
+            if self.weights is not None:
+                self.trainer.strategy.load_weights(self.weights, {"^": "model."})
+
+    def on_fit_start(self):
+        self.begun = full_weights(self.trainer)
+        self.made = {n: b.clone() for n, b in self.model.named_buffers()}
+
+    def training_step(self, batch, batch_idx):
+        if self.name == "vit":
+            return self.model(torch.ones(1, 3, 32, 32)).last_hidden_state.square().mean()
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def train_dataloader(self):
+        return DataLoader(torch.arange(32).view(2, 16))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def initialise(rank, world_size):
+    found = {}
+    for name in MODELS:
+        module = Made(name)
+        pl.seed_everything(3, verbose=False)
+        trainer(zero3(unit_policy=None), world_size, max_steps=1).fit(module)
+        found[name] = module.begun, module.made
+    return found
+
+
+def test_on_the_meta_device_a_model_has_the_distribution_of_its_constructor():
+    found, *_ = run_ranks(initialise, 2, timeout=100)
+    for name, (build, config) in MODELS.items():
+        torch.manual_seed(4)
+        expected = build(config)
+        values, buffers = found[name]
+        assert values.keys() == {f"model.{key}" for key in expected.state_dict()}
+        for key, value in expected.state_dict().items():
+            mine = values[f"model.{key}"]
+            if value.std() == 0 or value.numel() < 2:  # norms, biases
+                torch.testing.assert_close(mine, value, msg=f"{name}: {key}")
+            elif value.numel() > 40:
+                assert 0.75 < mine.std() / value.std() < 1.33, (name, key)
+                assert abs(mine.mean()) < 0.3 * value.std(), (name, key)
+        for key, value in expected.named_buffers():
+            torch.testing.assert_close(buffers[key], value, msg=f"{name}: {key}")
+
+
+# `save_pretrained` of a ViT writes the names of older versions, for which a mapping is needed
+LOADED = [name for name in MODELS if name != "vit"]
+
+
+def load(rank, world_size, folder):
+    found = {}
+    for name in LOADED:
+        module = Made(name, f"{folder}/{name}")
+        runner = trainer(zero3(unit_policy=None), world_size, max_steps=1)
+        runner.fit(module)
+        runner.strategy.save_weights(f"{folder}/{name} out", {r"^model\.": ""})
+        runner.save_checkpoint(f"{folder}/{name}.ckpt")
+        found[name] = module.begun, full_weights(runner)
+    return found
+
+
+def test_from_a_folder_to_a_folder(tmp_path):
+    for name in LOADED:
+        build, config = MODELS[name]
+        build(config).save_pretrained(tmp_path / name)
+    found, *_ = run_ranks(load, 2, str(tmp_path), timeout=100)
+    for name in LOADED:
+        build, config = MODELS[name]
+        begun, end = found[name]
+        begin = build.from_pretrained(tmp_path / name).state_dict()
+        assert_same_tensors(begun, {f"model.{key}": value for key, value in begin.items()})
+        paths = [str(tmp_path / f"{name}.ckpt"), str(tmp_path / f"{name} out too")]
+        assert main(["consolidate", "--safetensors", "--strip-prefix", "model.", *paths]) == 0
+        for out in ("out", "out too"):
+            config.save_pretrained(tmp_path / f"{name} {out}")
+            again, report = build.from_pretrained(
+                tmp_path / f"{name} {out}", output_loading_info=True
+            )
+            assert not report["missing_keys"] and not report["unexpected_keys"], (name, report)
+            state = {f"model.{key}": value for key, value in again.state_dict().items()}
+            assert_same_tensors(state, end)
+
+
+def test_the_example(tmp_path):
+    example = Path(__file__).parents[2] / "examples" / "hugging_face.py"
+    done = subprocess.run(
+        [sys.executable, example], cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    before, after = done.stdout.split("loads: ")[1].split(" before, ")
+    assert float(before) > 4 and float(after.split()[0]) < 2
