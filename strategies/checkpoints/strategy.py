@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -49,6 +49,7 @@ from ..state_dicts.slices import Shards
 from ..support import give_back_memory
 from . import single_file
 from .background import BackgroundSave, Save
+from .frozen import BASE, exclude, frozen_names, require_base, require_base_values
 from .options import CheckpointOptions
 from .storage import Choice, choose, is_remote, point, retire
 from .weights import MAX_FILE_BYTES, WeightsSave, open_weights, rename_keys
@@ -82,8 +83,11 @@ class CheckpointStrategy(ProcessStrategy):
     # a loaded checkpoint whose tensors have not been read yet
     _source: ShardedCheckpoint | None = None
     _group: dist.ProcessGroup | None = None  # of all ranks, when the model was sharded
-    # state dict to load once the model is sharded, whether strictly, and who reads its tensors
-    _pending_weights: tuple[Mapping[str, Any], bool, ShardedCheckpoint | None] | None = None
+    # state dicts to load once the model is sharded, and who reads their tensors
+    _pending_weights: Sequence[tuple[Mapping[str, Any], ShardedCheckpoint | None]] = ()
+    _frozen: Set[str] = frozenset()  # names of what was frozen when the model was sharded
+    # of a loaded checkpoint without frozen parameters: their shapes and checksums
+    _base: Mapping[str, tuple[Any, int | None]] | None = None
 
     def _follow_groups(self) -> None:
         """Shard anew if the optimizers' groups were edited; collective."""
@@ -186,6 +190,10 @@ class CheckpointStrategy(ProcessStrategy):
             if not checkpoint["optimizer_states"] and self._trainer.global_step:
                 rank_zero_warn(f"Saving {filepath}: {NO_STATES}")
             self._save_gradients(checkpoint)
+        if self._checkpoints.exclude_frozen and self.engine is not None:
+            assert self.lightning_module is not None
+            replica = self._replica()[0] if self._checkpoints.compare_frozen else None
+            exclude(checkpoint, self._frozen & frozen_names(self.lightning_module), replica)
         if _OWN_SCALER in checkpoint:
             checkpoint[_SCALER] = checkpoint.pop(_OWN_SCALER)
         filepath = self.broadcast(os.fspath(filepath))
@@ -318,7 +326,7 @@ class CheckpointStrategy(ProcessStrategy):
     @override
     def teardown(self) -> None:
         """Wait for a save in flight (a tuner ends a run without ``on_train_end``) and tear down."""
-        self._pending_weights = None
+        self._pending_weights = ()
         try:
             self.finish_saving()
         finally:
@@ -410,29 +418,54 @@ class CheckpointStrategy(ProcessStrategy):
         Each rank reads its part if the engine still has the parameters. A module on the meta device
         is loaded when it is sharded, also by parts. Any other module is loaded in full.
         """
-        _warn_of_keys(*self._load_state(checkpoint["state_dict"], strict, self._source))
+        module, state = self.lightning_module, checkpoint["state_dict"]
+        assert module is not None
+        self._base = checkpoint.get(BASE)
+        if self._base is None:
+            self._pending_weights = ()
+            _warn_of_keys(*self._load_state(state, strict, self._source))
+            return
+        require_base(module, self._base, self.pending_keys())
+        missing, unexpected = compare_keys(module.state_dict(keep_vars=True), state)
+        missing = [key for key in missing if key not in self._base]
+        require_fit(module, missing, unexpected, strict)
+        _warn_of_keys(missing, unexpected)
+        self._load_state(state, False, self._source)
+        if self._has_shards(module):
+            self._compare_base()
+
+    def _compare_base(self) -> None:
+        """Compare the values of frozen parameters that a loaded checkpoint does not have."""
+        base, self._base = self._base, None
+        if base is not None:
+            require_base_values(self.sliced_state_dict(), base, self._replica()[0])
 
     def _load_state(
         self, state: Mapping[str, Any], strict: bool, source: ShardedCheckpoint | None
     ) -> tuple[list[str], list[str]]:
         """Load weights into shards or a module with memory, or let them wait for the shards."""
-        module, weights = self.lightning_module, (state, strict, source)
+        module = self.lightning_module
         assert module is not None
-        self._pending_weights = None
-        if self.engine is not None and all(
-            owner_or_none(p) is self.engine.access for p in module.parameters()
-        ):
-            return load_state_dict(self.engine, module, *weights)
+        if self._has_shards(module):
+            assert self.engine is not None
+            return load_state_dict(self.engine, module, state, strict, source)
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            self._pending_weights = weights
-            return [], []
+            missing, unexpected = compare_keys(module.state_dict(keep_vars=True), state)
+            require_fit(module, missing, unexpected, strict)
+            self._pending_weights = [*self._pending_weights, (state, source)]
+            return missing, unexpected
         # before loading, which then converts from the digits in the file
         self.precision_plugin.convert_module(module)
-        return load_module(module, *weights)
+        return load_module(module, state, strict, source)
 
-    def pending_keys(self) -> Container[str]:
+    def _has_shards(self, module: nn.Module) -> bool:
+        return self.engine is not None and all(
+            owner_or_none(p) is self.engine.access for p in module.parameters()
+        )
+
+    def pending_keys(self) -> set[str]:
         """Return the keys of weights that wait for the model to be sharded."""
-        return () if self._pending_weights is None else self._pending_weights[0].keys()
+        return {key for state, _ in self._pending_weights for key in state}
 
     def _load_weights(self) -> None:
         """Load weights that waited for the model to be sharded; to be called then; collective."""
@@ -441,9 +474,11 @@ class CheckpointStrategy(ProcessStrategy):
         # threads (see `ProcessStrategy._configure_launcher`).
         if self.engine.collectives.world_size > 1:
             self._group = dist.group.WORLD
-        if self._pending_weights is not None:
-            weights, self._pending_weights = self._pending_weights, None
-            _warn_of_keys(*load_state_dict(self.engine, self.lightning_module, *weights))
+        self._frozen = frozen_names(self.lightning_module)
+        for state, source in self._pending_weights:
+            load_state_dict(self.engine, self.lightning_module, state, False, source)
+        self._pending_weights = ()
+        self._compare_base()
         give_back_memory()
 
     # -------------------------------------------------------------------------------- weights alone

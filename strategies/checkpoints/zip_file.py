@@ -107,7 +107,7 @@ def write_checksums(file: Path, pieces: Iterable[Piece]) -> None:
     """
     with open(file, "r+b") as stream:
         missing = [record for record in read_records(stream) if record.size and not record.checksum]
-        for record, checksum in zip(missing, _join(missing, pieces), strict=True):
+        for record, checksum in zip(missing, join_checksums(missing, pieces), strict=True):
             for place in record.places:
                 stream.seek(place)
                 stream.write(struct.pack("<I", checksum))
@@ -138,7 +138,7 @@ def changed_records(file: Path, pieces: Iterable[Piece]) -> str | None:
     """
     with open(file, "rb") as stream:
         records = [record for record in read_records(stream) if record.size]
-    for record, checksum in zip(records, _join(records, pieces), strict=True):
+    for record, checksum in zip(records, join_checksums(records, pieces), strict=True):
         if record.checksum not in (0, checksum):
             return (
                 f"damaged: its record {record.name!r} does not have the checksum that it was"
@@ -147,7 +147,7 @@ def changed_records(file: Path, pieces: Iterable[Piece]) -> str | None:
     return None
 
 
-def _join(records: Sequence[Record], pieces: Iterable[Piece]) -> list[int]:
+def join_checksums(records: Sequence[Record], pieces: Iterable[Piece]) -> list[int]:
     """Return the checksum of each record, of the pieces that cover it.
 
     Raises:
