@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,6 +75,19 @@ class Region:
         """Return a region with a copy of the values."""
         values = self.values.detach().to("cpu", copy=True)
         return Region(self.place, self.shape, self.offsets, values)
+
+
+def allocate(file: BinaryIO, size: int) -> None:
+    """Make a file ``size`` bytes long, with room for all of them.
+
+    Ranks that write to holes of one file wait for each other much longer, and a disk that is full
+    is found out before anything was written.
+    """
+    if hasattr(os, "posix_fallocate") and size:
+        file.flush()
+        os.posix_fallocate(file.fileno(), 0, size)
+    else:
+        file.truncate(size)
 
 
 def regions_of(tensor: Tensor, place: Place) -> Iterator[Region]:

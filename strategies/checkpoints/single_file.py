@@ -8,6 +8,7 @@ own parts of the tensors, through a mapping, and compares its share of the check
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
 import zipfile
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from typing_extensions import override
 from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size, run_on_all_ranks
 from ..state_dicts.gather import replace_tensors
 from ..state_dicts.optimizer_state import number_parameters
-from .regions import ParallelSave, Place, Region, regions_of
+from .regions import ParallelSave, Place, Region, allocate, regions_of
 from .storage import begin
 from .zip_file import Piece, changed_records, read_records, share_of_checksums, write_checksums
 
@@ -60,6 +61,7 @@ def reserve(tree: Any, file: Path) -> tuple[dict[int, Place], list[Region]]:
     with open(file, "x+b") as stream:
         with skip_data(materialize_fake_tensors=True):
             torch.save(skeleton, stream, pickle_module=_pickle_noting(storages))
+        allocate(stream, stream.seek(0, os.SEEK_END))
         records = {record.name.partition("/data/")[2]: record for record in read_records(stream)}
     keys = {fake.untyped_storage()._cdata: key for key, fake in fakes.items()}
     places: dict[int, Place] = {}

@@ -17,7 +17,7 @@ from ..state_dicts.collective_errors import CheckpointError, run_on_all_ranks
 from ..state_dicts.slices import TensorDescription
 from . import single_file
 from .manifest import is_file_name
-from .regions import ParallelSave, Place, Region, regions_of
+from .regions import ParallelSave, Place, Region, allocate, regions_of
 from .storage import make_folder
 from .zip_file import Piece
 
@@ -174,7 +174,7 @@ class WeightsSave(ParallelSave):
             with open(stage / name, "xb") as file:
                 file.write(len(packed).to_bytes(8, "little") + packed)
                 begin = file.tell()
-                file.truncate(begin + ends[-1])
+                allocate(file, begin + ends[-1])
             self._size += ends[-1]
             for key in order:
                 place = Place(name, begin + header[key]["data_offsets"][0])

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
+import peft
 import torch
 import transformers
 from torch.utils.data import DataLoader
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from checkpoints.runs import full_weights
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
+from lightning_zero3 import CheckpointOptions
 from lightning_zero3.__main__ import main
 
 SMALL = {
@@ -143,6 +145,49 @@ def test_from_a_folder_to_a_folder(tmp_path):
             assert not report["missing_keys"] and not report["unexpected_keys"], (name, report)
             state = {f"model.{key}": value for key, value in again.state_dict().items()}
             assert_same_tensors(state, end)
+
+
+class Adapted(pl.LightningModule):
+    """A Llama with LoRA, whose adapter alone is gathered and saved, as the guide says."""
+
+    def __init__(self, folder):
+        super().__init__()
+        torch.manual_seed(0)
+        build, config = MODELS["llama"]
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+        self.folder, self.model = folder, peft.get_peft_model(build(config), lora)
+
+    def training_step(self, batch, batch_idx):
+        return self.model(input_ids=batch, labels=batch).loss
+
+    def train_dataloader(self):
+        return DataLoader(torch.arange(64).view(4, 16))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def on_train_end(self):
+        self.trainer.save_checkpoint(f"{self.folder}/a.ckpt")
+        lora = {n: p for n, p in self.model.named_parameters() if "lora_" in n}
+        with self.trainer.strategy.gathered(list(lora.values())):
+            if self.trainer.is_global_zero:
+                self.model.save_pretrained(self.folder, state_dict=lora)
+
+
+def adapt(rank, world_size, folder):
+    strategy = zero3(unit_policy=None, checkpoint=CheckpointOptions(exclude_frozen=True))
+    trainer(strategy, world_size, max_epochs=1).fit(Adapted(folder))
+
+
+def test_an_adapter_is_saved_alone(tmp_path):
+    run_ranks(adapt, 2, str(tmp_path), timeout=60)
+    build, config = MODELS["llama"]
+    loaded = peft.PeftModel.from_pretrained(build(config), tmp_path).state_dict()
+    state = torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
+    assert len(state) == 8 and all("lora_" in key for key in state)
+    for key, value in state.items():
+        assert torch.equal(loaded[key.removeprefix("model.")], value)
+    assert any("lora_B" in key and value.any() for key, value in state.items())
 
 
 def test_the_example(tmp_path):
