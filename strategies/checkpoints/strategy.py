@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

@@ -127,7 +127,8 @@ class Buffers:
         """Modules came, went or have other names: local."""
         known = {id(table.buffers) for table in self._tables}
         # empty until a buffer is registered
-        self._others = [m._buffers for m in self._model.modules() if id(m._buffers) not in known]
+        tables: list[dict[str, Tensor | None]] = [m._buffers for m in self._model.modules()]
+        self._others = [table for table in tables if id(table) not in known]
 
     def changed(self) -> bytes:
         """For each module, whether its buffers changed on this rank since the last

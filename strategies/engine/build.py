@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
 
 import numpy as np
 import torch

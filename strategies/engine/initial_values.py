@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Container, Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ class Initializer:
                 module._buffers[name] = _unset(module._buffers[name])
             if around is not None and waiting:
                 with torch.no_grad():
-                    around._init_weights(module)
+                    cast(Any, around)._init_weights(module)
             for full, name in waiting.items():
                 if full in self._loaded:
                     module._buffers[name].zero_()
@@ -90,13 +91,13 @@ class Initializer:
         for module in waiting:
             self._warn_of_lost_code(module)
             if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+                cast(Any, module).reset_parameters()
         # children first, as `apply` does; some models initialise layers from the module around them
         for module in sorted(self._with_parents(waiting, here), key=self._depth, reverse=True):
             around = self._around(module)
             if around is not None:
                 with torch.no_grad():
-                    around._init_weights(module)
+                    cast(Any, around)._init_weights(module)
         for name, p in unset:
             owner = self._owners[id(p)]
             if not hasattr(owner, "reset_parameters") and _has_unset(p.detach()):

@@ -44,19 +44,19 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=31_753,
+        tokens=32_184,
     ),
     Room(
         "strategies/state_dicts",
         "values and optimizer state by name",
         "strategies/support strategies/engine",
-        tokens=6_649,
+        tokens=6_651,
     ),
     Room(
         "strategies/optimizers",
         "how an optimizer may step",
         "strategies/collectives strategies/engine",
-        tokens=4_775,
+        tokens=4_777,
     ),
     Room(
         "strategies/launch",
@@ -70,7 +70,7 @@ ROOMS = [
         "sharded loaders that resume",
         "strategies/support",
         "torch numpy",
-        tokens=18_348,
+        tokens=18_353,
     ),
     Room(
         "strategies/checkpoints",
@@ -78,7 +78,7 @@ ROOMS = [
         "strategies/support strategies/engine strategies/state_dicts strategies/optimizers"
         " strategies/launch strategies/data",
         f"{_LIGHTNING} safetensors",
-        tokens=15_731,
+        tokens=16_839,
     ),
     Room(
         "strategies/numerics",
@@ -115,7 +115,7 @@ ROOMS = [
         " strategies/launch strategies/data strategies/checkpoints strategies/numerics"
         " strategies/liveness strategies/evaluation strategies/adapters",
         _LIGHTNING,
-        tokens=2_502,
+        tokens=2_510,
     ),
     Room(
         "strategies",
@@ -152,7 +152,7 @@ ROOMS = [
         "the training step as CUDA graphs",
         "strategies/support strategies/collectives strategies/engine strategies/liveness",
         f"{_LIGHTNING} numpy torchmetrics lightning_utilities",
-        tokens=23_890,
+        tokens=20_894,
     ),
     Room(
         "callbacks/cuda_backend",
