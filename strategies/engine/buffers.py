@@ -74,6 +74,8 @@ class Buffers:
     ) -> None:
         self._model, self._collectives, self._device = model, collectives, device
         self.differing: list[str] = []  # names of those that were not rank 0's at set-up
+        self._tables: list[_Table] = []
+        self._others: list[dict[str, Tensor | None]] = []  # the other modules'
         # by the object, not by its id: one that dies here leaves that to a new buffer
         moved: dict[Tensor, Tensor] = {}
         for prefix, module in model.named_modules():
