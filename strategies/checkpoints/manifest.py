@@ -64,10 +64,8 @@ class Manifest:
         file = folder / MANIFEST
         if not os.path.lexists(file):
             return None
-        if not file.is_file():  # hazard: reading a FIFO waits for a writer
-            raise ValueError(f"{file} is damaged: it is no file.")
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
+            content = json.loads(require_file(file).read_text(encoding="utf-8"))
             version = content.pop("version", None)
             manifest = cls._parse(content) if version == _VERSION else None
         except Exception as error:  # of what json, a stranger's or a broken disk's, can hold
@@ -97,6 +95,13 @@ class Manifest:
 def is_file_name(name: Any) -> bool:
     """Return whether ``name`` is that of a file in a folder, and leads nowhere else."""
     return type(name) is str and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
+def require_file(file: Path) -> Path:
+    """Return ``file``, or raise an OSError if it is none: reading a FIFO waits for a writer."""
+    if file.exists() and not file.is_file():
+        raise OSError(f"{file} is no file")
+    return file
 
 
 def measure(file: Path) -> File:

@@ -26,7 +26,7 @@ from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size
 from ..state_dicts.slices import SavedTensor
 from ..support import profile_range
 from .index import INDEX, read_index
-from .manifest import changed, damage
+from .manifest import changed, damage, require_file
 from .writer import OTHERS, TRAINER_STATE, put_back, torch_errors
 from .zip_file import read_records
 
@@ -98,7 +98,7 @@ class ShardedCheckpoint:
         return checkpoint
 
     def _trainer_state(self) -> dict[str, Any]:
-        with open(self.folder / TRAINER_STATE, "rb") as stream:
+        with open(require_file(self.folder / TRAINER_STATE), "rb") as stream:
             read_records(stream)
             stream.seek(0)
             state = torch.load(stream, map_location="cpu", weights_only=self._weights_only)

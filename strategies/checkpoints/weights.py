@@ -16,7 +16,7 @@ from typing_extensions import override
 from ..state_dicts.collective_errors import CheckpointError, run_on_all_ranks
 from ..state_dicts.slices import TensorDescription
 from . import single_file
-from .manifest import is_file_name
+from .manifest import is_file_name, require_file
 from .regions import ParallelSave, Place, Region, allocate, regions_of
 from .storage import make_folder
 from .zip_file import Piece
@@ -87,14 +87,14 @@ def _open_safetensors(path: Path) -> dict[str, Tensor]:
         path = path / INDEX if (path / INDEX).exists() else _single_file(path)
     files = [path]
     if path.suffix == ".json":
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(require_file(path).read_text(encoding="utf-8"))["weight_map"]
         for name in weight_map.values():
             if not is_file_name(name):
                 raise CheckpointError(f"{path} names {name!r}, which is no file in its folder.")
         files = sorted({path.parent / name for name in weight_map.values()})
     tensors = {}
     for file in files:
-        with safe_open(file, "pt") as stream:
+        with safe_open(require_file(file), "pt") as stream:
             tensors.update({key: stream.get_tensor(key) for key in stream.keys()})
     return tensors
 

@@ -365,6 +365,24 @@ def test_errors_do_not_write_to_the_terminal():
     assert str(error) == "a\\x1b[2J\\rb\\u202ec\n  hint \u00fc"
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model.safetensors.index.json", "meta.pt", INDEX, "manifest.json"]
+)
+def test_a_fifo_in_the_place_of_a_file_is_an_error(name, checkpoint, tmp_path, capsys):
+    bad = copy(checkpoint, tmp_path / "bad.ckpt", (checkpoint / INDEX).read_bytes())
+    if name != "manifest.json":
+        (bad / "manifest.json").unlink()  # it has names of files and sizes
+    (bad / name).unlink(missing_ok=True)
+    os.mkfifo(bad / name)
+    if "safetensors" in name:
+        with pytest.raises(CheckpointError, match="is no file"):
+            open_weights(bad, weights_only=True)
+    else:
+        assert main(["consolidate", str(bad), str(tmp_path / "out.ckpt")]) == 1
+        assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_a_safetensors_index_names_files_of_its_folder_alone(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
