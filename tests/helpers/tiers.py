@@ -26,6 +26,7 @@ LONG = [
     "data/test_trainer.py::test_kill_at_every_batch*",
     "faults/test_elastic.py*",
     "faults/test_example_restart.py*",
+    "faults/test_random_kills.py*",
     "faults/test_two_hosts.py*",
     "graphs/test_ranks.py::test_two_ranks_of_zero3*",
     "graphs/test_ranks.py::test_what_one_rank_cannot_capture*",
