@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -261,15 +260,7 @@ class ModuleRun:
         args, kwargs = apply_to_collection(
             inputs, Tensor, lambda t: t.detach().requires_grad_(t.requires_grad)
         )
-        group = dist.group.WORLD if dist.is_initialized() else None
-        count = int if group is None else group._get_sequence_number_for_group  # type: ignore[attr-defined]
-        exchanges = count()
         self._output = eager.forward(self._program, *args, **kwargs)
-        if count() != exchanges:
-            eager.add(
-                "It exchanges something with other ranks, which need not capture it at the same"
-                " time."
-            )
         self._after_eager, self._outputs = self._states(), tensors_in(self._output)
         candidates = [*tensors_in((args, kwargs)), *self._module.parameters()]
         self._sources = [t for t in candidates if t.requires_grad]

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from ...strategies.engine import ReplayedStep
+from ...strategies.engine import ReplayedStep, Zero3Engine
 from .compare import Gradients, States, first_difference
 from .device import Graph
 from .eager_run import KeptRun, all_results, loss_of, values_in
@@ -174,8 +174,7 @@ class CapturedStep:
         self,
         eager: KeptRun,
         is_first: bool,
-        places: Callable[[], list[tuple[str, Tensor]]],
-        backward: Callable[[], AbstractContextManager[None]],
+        engine: Zero3Engine | None,
     ) -> str | None:
         """Replay an eager micro-batch that is over; return in words the first difference, or None.
 
@@ -184,10 +183,9 @@ class CapturedStep:
         Args:
             eager: the run, whose batch is in the static inputs.
             is_first: whether to look, by a second replay, if the kernels give the same bits again.
-            places: returns the tensors that have gradients, by name.
-            backward: returns the context of a whole backward.
+            engine: the engine of `zero3`, if there is one.
         """
-        end = States(self._module, self._device), Gradients(places())
+        end = States(self._module, self._device), Gradients(self._module, engine)
 
         def replay() -> dict[str, Any]:
             eager.before_forward.restore()
@@ -195,12 +193,13 @@ class CapturedStep:
             found = self._tape.values() | values_in(self._output)
             after_forward = States(self._module, self._device)
             eager.before_backward.restore()
-            eager.gradients.restore()
-            with backward():
+            eager.gradients.restore(as_zeros=True)
+            with nullcontext() if engine is None else engine.backward():
                 self._bookkeeping.open_backward()
                 loss_grad = eager.loss_grad
                 self._repeat_backward(self._loss_grad if loss_grad is None else loss_grad)
-            after = States(self._module, self._device), Gradients(places()).values
+            gradients = Gradients(self._module, engine).values
+            after = States(self._module, self._device), gradients
             return all_results(found, after_forward, *after)
 
         found = replay()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...strategies.engine import Zero3Engine
 from .static_inputs import constant, is_constant
 
 
@@ -114,27 +115,54 @@ class States:
 
 
 class Gradients:
-    """Copies of gradients.
+    """Copies of gradients; with `zero3`, of this rank's parts of them.
 
     Args:
-        places: parameters, or for `zero3` the shards that an optimizer steps on, by name.
+        module: the module with the parameters.
+        engine: the engine of `zero3`, if there is one.
     """
 
-    def __init__(self, places: list[tuple[str, Tensor]]) -> None:
-        self._places = places
-        self.values: dict[str, Tensor] = {}
-        # Classes of `zero3` refuse to compute with this rank's part of a gradient.
-        with torch._C.DisableTorchFunctionSubclass():
-            for name, place in places:
-                if place.grad is not None:
-                    self.values[f"the gradient of {name}"] = place.grad.detach().clone()
+    def __init__(self, module: nn.Module, engine: Zero3Engine | None) -> None:
+        self._engine = engine
+        self._entries = [] if engine is None else [e for u in engine.units for e in u.trained]
+        self._parameters = dict(module.named_parameters()) if engine is None else {}
+        found = {name: parameter.grad for name, parameter in self._parameters.items()}
+        if engine is not None:
+            parts = engine.gradients.shards(self._entries)
+            found = {e.name: part for e, part in zip(self._entries, parts, strict=True)}
+        self.values = {
+            f"the gradient of {name}": grad.detach().clone()
+            for name, grad in found.items()
+            if grad is not None
+        }
 
-    def restore(self) -> None:
-        """Write the values back; where there was no gradient, there is none again."""
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            for name, place in self._places:
-                value = self.values.get(f"the gradient of {name}")
-                if value is None or place.grad is None:
-                    place.grad = value
-                else:
-                    place.grad.copy_(value)
+    def restore(self, as_zeros: bool = False) -> None:
+        """Write the values back.
+
+        Args:
+            as_zeros: where there was no gradient and is one now, make it zero, so that a replay can
+                add to it; otherwise there is none again.
+        """
+        for name, parameter in self._parameters.items():
+            value = self.values.get(f"the gradient of {name}")
+            if parameter.grad is None or (value is None and not as_zeros):
+                parameter.grad = value
+            else:
+                _fill(parameter.grad, value)
+        for entry in self._entries:
+            assert self._engine is not None
+            gradients, value = (
+                self._engine.gradients,
+                self.values.get(f"the gradient of {entry.name}"),
+            )
+            if value is not None or (as_zeros and gradients.has_gradient(entry)):
+                _fill(gradients.room_for(entry), value)
+            elif gradients.has_gradient(entry):
+                gradients.clear(entry)
+
+
+def _fill(tensor: Tensor, value: Tensor | None) -> None:
+    if value is None:
+        tensor.zero_()
+    else:
+        tensor.copy_(value)

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from typing_extensions import override
 
+from ...strategies.engine import Zero3Engine
 from .compare import Gradients, States
 from .device import CudaGraphs, SoftwareGraphs
 from .fingerprint import attributes_of
@@ -98,7 +99,7 @@ class EagerRun:
         """Run the backward of the forward's loss."""
         with self._looking(forward=False):
             program()
-        if any(tensor.grad is not None for tensor, _ in self._inputs):
+        if any(tensor.is_leaf and tensor.grad is not None for tensor, _ in self._inputs):
             self.add(
                 "A tensor of the batch gets a gradient, which a replay would leave with its copy of"
                 " the batch."
@@ -152,7 +153,9 @@ class KeptRun(EagerRun):
     """An eager micro-batch whose results are kept, to be compared with a replay's.
 
     Args:
-        places: returns the tensors that have gradients, by name.
+        graphs: see :class:`EagerRun`.
+        root: the module that is trained.
+        engine: the engine of `zero3`, if there is one.
 
     Attributes:
         before_forward: buffers and random states.
@@ -166,10 +169,10 @@ class KeptRun(EagerRun):
         self,
         graphs: CudaGraphs | SoftwareGraphs,
         root: LightningModule,
-        places: Callable[[], list[tuple[str, Tensor]]],
+        engine: Zero3Engine | None,
     ) -> None:
         super().__init__(graphs, root, root)
-        self._places = places
+        self._engine = engine
         self.loss_grad: Tensor | None = None
         self.results: dict[str, Any] = {}
 
@@ -190,9 +193,9 @@ class KeptRun(EagerRun):
 
     @override
     def backward(self, program: Callable[[], None]) -> None:
-        self.before_backward, self.gradients = self._states(), Gradients(self._places())
+        self.before_backward, self.gradients = self._states(), Gradients(self._root, self._engine)
         super().backward(program)
-        after = self._states(), Gradients(self._places()).values
+        after = self._states(), Gradients(self._root, self._engine).values
         self.results = all_results(self.values, self._after_forward, *after)
 
 

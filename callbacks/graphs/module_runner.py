@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
@@ -43,6 +44,12 @@ def find_modules(root: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:
             )
         found.update(matching)
     return {n: m for n, m in found.items() if not any(n.startswith(f"{other}.") for other in found)}
+
+
+def _count_exchanges() -> int:
+    """Return how often the ranks have exchanged something."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    return 0 if group is None else group._get_sequence_number_for_group()  # type: ignore[attr-defined]
 
 
 class CapturedModule:
@@ -129,6 +136,10 @@ class CapturedModule:
         next_run = record.next_run(self.captures.options, self._trainer.current_epoch)
         if record.graphs is None:
             record.note_given()
+            if record.problems:
+                raise NotCapturable(record.problems[0])
+            if not record.eager_runs:
+                return self._run_first(record, *inputs)
         if next_run is Run.CAPTURE and record.given and not any(record.given):
             # The backward of the last run is still to come, or there was none.
             if self._batch_number() - record.first_batch >= 5 * self.captures.options.warmup:
@@ -153,10 +164,23 @@ class CapturedModule:
             self._note_leaves(eager, run.foreign_leaves)
         return output
 
-    def _note_leaves(self, eager: EagerRun, leaves: list[Tensor]) -> None:
-        """Note gradients that a graph of the module would lose or count twice, and logging."""
+    def _run_first(self, record: Record[CapturedCall], args: Any, kwargs: Any) -> Any:
+        """Run the module without a node around it, which in-place changes of inputs do not bear."""
+        eager = EagerRun(self._graphs, self._trainer.lightning_module, self._module)
+        exchanges = _count_exchanges()
+        output = eager.forward(self._eager_forward, *args, **kwargs)
+        if _count_exchanges() != exchanges:
+            eager.add(
+                "It exchanges something with other ranks, which need not capture it at the same"
+                " time."
+            )
         if eager.tape.calls:
             eager.add("It logs, which a graph of a module cannot repeat. Log in `training_step`.")
+        record.add_run(eager)
+        return output
+
+    def _note_leaves(self, eager: EagerRun, leaves: list[Tensor]) -> None:
+        """Note gradients that a graph of the module would lose or count twice."""
         own = set(map(id, self._module.parameters()))
         for name, parameter in self._trainer.lightning_module.named_parameters():
             if any(parameter is leaf for leaf in leaves) and id(parameter) not in own:
@@ -168,8 +192,6 @@ class CapturedModule:
                 eager.add(f"Parameter {name} has a hook, which would run twice.")
 
     def _capture(self, record: Record[CapturedCall], inputs: Any) -> None:
-        if record.problems:
-            raise NotCapturable(record.problems[0])
         call = CapturedCall(
             self._name,
             self._module,

@@ -63,6 +63,7 @@ class Record(Generic[Captured]):
         graphs: the captured graphs; None before the capture.
         problems: why these inputs cannot be captured.
         offsets: see :class:`~.random_states.RandomStates`; of the last eager run.
+        eager_runs: number of watched runs.
         verified: number of replays that were compared with eager runs.
         first_batch: number of the micro-batch that was the first to have such inputs.
         given: for each output of a module that needs a gradient, whether it got one.
@@ -72,11 +73,11 @@ class Record(Generic[Captured]):
     graphs: Captured | None = None
     problems: list[str] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
+    eager_runs: int = 0
     verified: int = 0
     first_batch: int = 0
     given: list[bool] = field(default_factory=list)
     last_given: list[bool] = field(default_factory=list)
-    _eager_runs: int = 0
     _kind: dict | None = None  # see `EagerRun.kind`; of the last run
     _last_epoch: int = -1  # of the last run that was no replay
 
@@ -88,13 +89,13 @@ class Record(Generic[Captured]):
         """
         begins_epoch, self._last_epoch = self._last_epoch != epoch, epoch
         if self.graphs is None:
-            is_due = begins_epoch or self._eager_runs < options.warmup
+            is_due = begins_epoch or self.eager_runs < options.warmup
             return Run.WATCH if is_due else Run.CAPTURE
         return Run.VERIFY if begins_epoch or self.verified < options.verify else Run.REPLAY
 
     def add_run(self, eager: EagerRun) -> None:
         """Add one more watched run, whose forward is over."""
-        self._eager_runs += 1
+        self.eager_runs += 1
         self.offsets = eager.offsets
         for problem in self.problems:
             eager.add(problem)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,9 @@ from .records import Captures, Options, Record, Run
 from .static_inputs import NotCapturable, signature
 
 _NEVER = 2**31 - 1
+_NO_LOSS = (
+    "`training_step` returned no loss. Return one that is zero, so that every step is the same."
+)
 
 
 class StepRunner:
@@ -265,10 +268,7 @@ class StepRunner:
         eager = EagerRun(self._graphs, self._module, self._module)
         output = eager.forward(self._eager_step, batch, *rest)
         if not isinstance(loss_of(output), Tensor):
-            eager.add(
-                "`training_step` returned no loss. Return one that is zero, so that every step is"
-                " the same."
-            )
+            eager.add(_NO_LOSS)
         record.add_run(eager)
         self._run_backward = eager.backward
         return output
@@ -288,13 +288,17 @@ class StepRunner:
 
     def _run_verified(self, record: Record[CapturedStep], batch: Any, rest: list) -> Any:
         """Run eagerly, and compare a replay when the backward is over."""
-        eager = KeptRun(self._graphs, self._module, self._places)
+        engine = getattr(self._trainer.strategy, "engine", None)
+        eager = KeptRun(self._graphs, self._module, engine)
         is_first = not record.verified
         record.verified += 1
         self.verified += 1
         self._run_backward = eager.backward
         self._compare = partial(self._compare_with_replay, record, eager, is_first)
-        return eager.forward(self._eager_step, batch, *rest)
+        output = eager.forward(self._eager_step, batch, *rest)
+        if not isinstance(loss_of(output), Tensor):  # and no backward comes
+            self._difference = _NO_LOSS
+        return output
 
     # ---- backward ----------------------------------------------------------------------------
 
@@ -319,10 +323,7 @@ class StepRunner:
         assert record.graphs is not None
         engine = getattr(self._trainer.strategy, "engine", None)
         # hazard: all ranks replay, whatever this one has found, as replays exchange something.
-        backward: Callable[[], AbstractContextManager[None]] = (
-            nullcontext if engine is None else engine.backward
-        )
-        difference = record.graphs.compare(eager, is_first, self._places, backward)
+        difference = record.graphs.compare(eager, is_first, engine)
         if difference is not None or eager.problems:
             found = eager.problems[0] if eager.problems else difference
             self._difference = (
@@ -330,14 +331,3 @@ class StepRunner:
                 f" comparison {self._unverified} micro-batches were replayed."
             )
         self._unverified = 0
-
-    def _places(self) -> list[tuple[str, Tensor]]:
-        """Return the tensors that have gradients, by name; of `zero3` this rank's parts of them."""
-        if getattr(self._trainer.strategy, "engine", None) is None:
-            return [(n, p) for n, p in self._module.named_parameters() if p.requires_grad]
-        return [
-            (f"the parameters in group {k} of {type(optimizer).__name__}, part {n}", place)
-            for optimizer in self._trainer.optimizers
-            for k, group in enumerate(optimizer.param_groups)
-            for n, place in enumerate(group["params"])
-        ]

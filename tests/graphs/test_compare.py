@@ -205,6 +205,24 @@ def test_states_of_equal_values_are_equal_and_of_others_are_not(value):
 # ---- captures that fail, and waits on a GPU ------------------------------------------------------
 
 
+class SkipsLater(Net):
+    """Returns no loss for once, in a step that is verified, and so makes none."""
+
+    def training_step(self, batch, batch_idx):
+        return None if self.global_step == 5 else super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if outputs:
+            super().on_train_batch_end(outputs, batch, batch_idx)
+
+
+def test_a_step_that_skips_is_eager_from_there_on():
+    with pytest.warns(UserWarning, match="`training_step` returned no loss"):
+        mine = fit(SkipsLater(), CUDAGraphStep(software=True, verify=4))
+    reference = fit(SkipsLater())
+    assert_same(mine.state, reference.state)
+
+
 class LooksLater(Net):
     """Waits for its loss in one step only, that of the capture."""
 

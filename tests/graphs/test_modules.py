@@ -401,6 +401,27 @@ def test_one_module_that_cannot_be_captured_leaves_the_others(module, refused, c
     )
 
 
+class InPlace(Net):
+    """One module changes its input, which others use."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[2] = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        hidden = self.net[1](self.net[0](x))
+        return self.head(self.frozen(self.net[3:](self.net[2](hidden) + hidden)))
+
+
+def test_a_module_that_changes_its_input_is_refused():
+    callback = Counting(software=True, modules=["net.2", "head"])
+    message = r"'net\.2': It writes into its inputs; a replay would write into copies of them"
+    with pytest.warns(UserWarning, match=message):
+        mine = fit(InPlace(), callback)
+    assert_same_run(mine, fit(InPlace()))
+    assert callback.replays["net.2"] == 0 and callback.replays["head"] > 10
+
+
 def test_tensors_that_a_module_makes_and_derives_by_are_its_own():
     callback = Counting(software=True, strict=True, modules=["head"])
     mine = fit(HasDoubled(), callback)
