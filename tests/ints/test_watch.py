@@ -182,7 +182,7 @@ def test_what_is_no_message_of_the_watch_is_dropped_and_told_once(key, capsys):
             if key == "1":
                 assert 1 not in watch._reports.newest
             else:  # a verdict of this rank's own takes the place
-                watch.report_error(ValueError("mine\x1b[2J"))
+                watch.report_error(ValueError("mine\x1b[2J"), should_stop=False)
                 wait_for(lambda: b"mine" in store.get("verdict"))
                 assert "\x1b" not in watch._verdict["text"]
         said = capsys.readouterr().err
