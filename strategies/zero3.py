@@ -313,10 +313,14 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
                 self.engine = None
         self.stop_watch()
         self._set_finite_check(None)
-        if self.engine is not None:
-            # `Strategy.teardown` of Lightning moves all state of the optimizers to the CPU
-            self.engine.release_optimizers()
+        steps = [] if self.engine is None else list(self.engine.steps.values())
+        for step in steps:
+            step.abandon()
+            # `Strategy.teardown` of Lightning reads all, to move it to the CPU
+            step.optimizer.state = {}  # type: ignore[assignment]
         super().teardown()
+        for step in steps:
+            step.optimizer.state = step.whole  # type: ignore[assignment]
 
     # ---------------------------------------------------------------------------------------- steps
 

@@ -162,10 +162,6 @@ class Zero3Engine:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self.release_optimizers()
-
-    def release_optimizers(self) -> None:
-        """Let the optimizers go: they do not step any more. Their state stays here."""
         for step in self.steps.values():
             step.close()
 
@@ -235,7 +231,7 @@ class Zero3Engine:
         self._saved.leave(None)
         self.access.require_unwritten()
         for step in self.steps.values():
-            step.keep_last()
+            step.abandon()
         self.structure.check()
         self._adopt_values()
         self._forward.begin()

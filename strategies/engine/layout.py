@@ -52,8 +52,7 @@ class ChunkLayout:
             start = round_up(end, align)
             offsets.append(start)
             end = start + numel
-        # At least one aligned element a rank: fused optimizers and collectives break on empty
-        # tensors.
+        # At least one aligned element a rank: collectives break on empty tensors.
         shard_numel = max(round_up(-(-end // world_size), align), align)
         return cls(tuple(numels), tuple(offsets), shard_numel, world_size)
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
+from types import MethodType
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from ..collectives import LocalCollectives
 from ..support import profile_range
 from .chunk import Entry
 from .gradients import Gradients
-from .sharded import describe, is_sharded
+from .sharded import ResidencyError, describe, is_sharded
 from .unit import Unit
 
 State = dict[str, Any]  # an optimizer's, of one parameter
@@ -88,6 +89,9 @@ class StandIns:
                     gradients.clear(entry)
                 entry.shard.grad = None
 
+    def drop(self) -> None:
+        """A step has failed: nothing of it is kept but what is written to the shards."""
+
     def convert_loss(self, value: Any) -> Any:
         """What the optimizer gets for the ``value`` of its closure; collective."""
         return value
@@ -110,16 +114,21 @@ class StandIns:
 
     def cut_state(self, entry: Entry, whole: State, state: dict[Any, State]) -> None:
         """Keep this rank's part of the ``whole`` state of ``entry``; local."""
-        device = entry.shard.device
-        state[entry.shard] = {
-            key: entry.cut(value.to(device)).clone() if is_elementwise(key, value, entry) else value
-            for key, value in whole.items()
-        }
+        state[entry.shard] = {key: _cut(entry, key, value) for key, value in whole.items()}
 
 
-def is_elementwise(key: str, value: Any, entry: Entry) -> bool:
-    """Whether the state ``value`` of torch's optimizers has a number for each element."""
-    return isinstance(value, Tensor) and key not in SCALARS and value.shape == entry.size
+def _cut(entry: Entry, key: str, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if key in SCALARS or (not value.dim() and entry.size):
+        return value.clone()
+    if value.shape != entry.size:
+        raise ValueError(
+            f"Optimizer state {key!r} of parameter {entry.name!r} has shape {tuple(value.shape)}:"
+            f" an optimizer that steps on shards keeps numbers, and tensors of the parameter's"
+            f" shape {tuple(entry.size)}."
+        )
+    return entry.cut(value.to(entry.shard.device)).clone()
 
 
 class WholeState(MutableMapping):
@@ -131,8 +140,11 @@ class WholeState(MutableMapping):
     def __init__(self, step: OptimizerStep) -> None:
         self._step = step
         self.given: dict[Any, State] = {}  # parameter -> state that users have, or gave
+        # what was cut, weakly, and how often it was written before: a write since would be lost
+        self._taken: list[tuple[Callable[[], Tensor | None], int, Entry]] = []
 
     def __getitem__(self, key: Any) -> Any:
+        self._require_open()
         if not isinstance(key, Tensor):
             return self._step.state[key]
         if key not in self.given:
@@ -152,6 +164,7 @@ class WholeState(MutableMapping):
             del self._step.state[key]
 
     def __iter__(self) -> Iterator[Any]:
+        self._require_open()
         step = self._step
         known = step.stand_ins.names_with_state(step.state)
         for p in [p for group in step.optimizer.param_groups for p in group["params"]]:
@@ -170,6 +183,17 @@ class WholeState(MutableMapping):
             else key in self._step.state
         )
 
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The state of ``key``, or ``default`` where there is none."""
+        return self[key] if key in self else default
+
+    def _require_open(self) -> None:
+        if self._step.is_closed:
+            raise ResidencyError(
+                "The state of this optimizer is gone: another run has begun since. Save it before"
+                " (`trainer.save_checkpoint(path)`, `optimizer.state_dict()`)."
+            )
+
     def clear(self) -> None:
         """All parameters begin anew; local."""
         self.given.clear()
@@ -180,13 +204,22 @@ class WholeState(MutableMapping):
 
     def cut(self) -> None:
         """Give what users have read or set to the stand-ins; local."""
+        self._taken = [each for each in self._taken if each[0]() is not None]
+        for reference, version, entry in self._taken:
+            if (kept := reference()) is not None and kept._version != version:
+                raise ResidencyError(
+                    f"Optimizer state of parameter {entry.name!r} that was read before the last step"
+                    " was changed since: nobody would store that. Read `optimizer.state` again."
+                )
         given, self.given = self.given, {}
         for key, whole in given.items():
-            entry = self._step.entry_of(key)
-            if entry is None:
+            found = self._step.entry_of(key)
+            if found is None:
                 self.given[key] = whole  # of a parameter that is not sharded for it yet
             else:
-                self._step.stand_ins.cut_state(entry, whole, self._step.state)
+                self._step.stand_ins.cut_state(found, whole, self._step.state)
+                tensors = [value for value in whole.values() if isinstance(value, Tensor)]
+                self._taken += [(ref(tensor), tensor._version, found) for tensor in tensors]
 
 
 class OptimizerStep:
@@ -203,7 +236,7 @@ class OptimizerStep:
         self._parameters: list[list[nn.Parameter]] = []  # of each group, while others are there
         self._groups: list[list[Entry]] = []  # the same
         self._nested = 0  # calls of `super().step()` within `step()`, which have hooks too
-        self._left: Any = None  # the state that the optimizer has when it was let go
+        self.is_closed = False  # the optimizer was let go
         self.whole = WholeState(self)
         if optimizer in _STEPPING:
             raise ValueError(
@@ -214,32 +247,55 @@ class OptimizerStep:
         for key in [key for key in self.state if isinstance(key, Tensor)]:
             self.whole.given[key] = self.state.pop(key)
         optimizer.state = self.whole  # type: ignore[assignment]
-        # All other hooks run before the first one, and after the second: users see groups as they
-        # are between steps.
         self._first = optimizer.register_step_pre_hook(self._before)
         self._last = optimizer.register_step_post_hook(self._after)
-        hooks: Any = optimizer._optimizer_step_post_hooks  # ordered
-        hooks.move_to_end(self._last.id, last=False)
+        # A learning-rate scheduler of torch sets `step` on the optimizer itself.
+        self._own_step: dict[str, Any] = {k: v for k, v in vars(optimizer).items() if k == "step"}
+        self._wrap(optimizer.step)
+
+    def _wrap(self, step: Any) -> None:
+        """Wrap the optimizer's ``step``: torch calls no post hook after one that raises."""
+
+        @wraps(getattr(step, "__func__", step))
+        def wrapped(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            # All other hooks run before the first of ours, and after the second: users see groups
+            # as they are between steps.
+            before: Any = optimizer._optimizer_step_pre_hooks  # ordered, as the others
+            after: Any = optimizer._optimizer_step_post_hooks
+            before.move_to_end(self._first.id)
+            after.move_to_end(self._last.id, last=False)
+            try:
+                return step(*args, **kwargs)
+            except BaseException:
+                self.abandon()
+                raise
+
+        self._wrapped = MethodType(wrapped, self.optimizer)
+        self.optimizer.step = self._wrapped  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """Let go of the optimizer, which keeps the state that belongs to no parameter, or to new
-        ones. Another engine may not step it, unless it :meth:`is handed over <hand_over>`.
-        """
-        if self._left is not None:
+        """Let go of the optimizer, whose state is gone."""
+        if self.is_closed:
             return
         self.abandon()
         self.take_state()
         self._first.remove()
         self._last.remove()
+        if vars(self.optimizer).get("step") is self._wrapped:  # nobody has wrapped it since
+            del self.optimizer.step
+            vars(self.optimizer).update(self._own_step)
+        self.is_closed = True
+
+    def hand_over(self) -> None:
+        """:meth:`close`; another engine takes the optimizer over, with the state that belongs to no
+        parameter, or to new ones.
+        """
+        self.close()
         shared, self.state = self.state, {**self.state}
         for key in [key for key in shared if isinstance(key, Tensor)]:
             del shared[key]
         shared.update(self.whole.given)
-        self.optimizer.state = self._left = shared  # type: ignore[assignment]
-
-    def hand_over(self) -> None:
-        """:meth:`close`; another engine takes the optimizer over."""
-        self.close()
+        self.optimizer.state = shared  # type: ignore[assignment]
         _STEPPING.discard(self.optimizer)
 
     def entry_of(self, key: Any) -> Entry | None:
@@ -274,15 +330,6 @@ class OptimizerStep:
                 found[-1].append(entry)
         return found
 
-    def keep_last(self) -> None:
-        """Let hooks of users that were registered since run before ours; and end a step that
-        failed.
-        """
-        hooks: Any = self.optimizer._optimizer_step_pre_hooks  # ordered
-        if self._first.id in hooks:
-            hooks.move_to_end(self._first.id)
-        self.abandon()
-
     def names(self) -> list[list[str]]:
         """The names of the parameters of each group."""
         return [[entry.name for entry in entries] for entries in self.entries()]
@@ -315,7 +362,7 @@ class OptimizerStep:
 
     def take_state(self) -> None:
         """What users have set in `optimizer.state`, or put in its place, becomes known; local."""
-        if self._left is not None:
+        if self.is_closed:
             return
         if (given := self.optimizer.state) is not self.whole and not self._parameters:
             self.whole.clear()
@@ -338,10 +385,15 @@ class OptimizerStep:
             self.engine.weights_changed(entry for entries in groups for entry in entries)
 
     def abandon(self) -> None:
-        """If a step has failed, put the parameters back; gradients must be cleared then."""
+        """If a step has failed, put the parameters back, with what it has made of shards; gradients
+        must be cleared then.
+        """
         if self._parameters:
-            for entry in [entry for entries in self._swap_back() for entry in entries]:
+            entries = [entry for its in self._swap_back() for entry in its]
+            self.stand_ins.drop()
+            for entry in entries:
                 self.engine.gradients.note_incomplete(entry, "A step failed")
+            self.engine.weights_changed(entries)
 
     @contextmanager
     def stand_ins_there(self) -> Iterator[None]:

@@ -453,7 +453,7 @@ class Unit:
         return self.full(lambda chunk: chunk.values)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Name -> full reduced gradient, or zeros, in memory of its own; collective."""
+        """Name -> full reduced gradient, or anything where there is none; collective."""
         if self.announce is not None:
             self.announce(self, Exchange.GRADIENTS)
         return self.full(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import LocalCollectives
-from ..engine import Entry, StandIns, Zero3Engine
+from ..engine import Entry, StandIns, State, Zero3Engine
 
 _REDUCTIONS = {"dot": "sum", "sum": "sum", "max": "max"}
 _ELEMENTWISE = frozenset(
@@ -45,6 +45,17 @@ class LongVector(StandIns):
     def of(self, groups: Sequence[Sequence[Entry]]) -> list[list[nn.Parameter]]:
         """See :meth:`StandIns.of`; `torch.optim.LBFGS` has all in its only group."""
         return [[*super().of(groups)[0], self._tail]]
+
+    def names_with_state(self, state: dict[Any, State]) -> set[str]:
+        """See :meth:`StandIns.names_with_state`: it is of all parameters together."""
+        return set()
+
+    def whole_state(self, entry: Entry, state: dict[Any, State]) -> State:
+        """See :meth:`StandIns.whole_state`."""
+        raise ValueError(
+            "The state of LBFGS is of all parameters together, each rank's part of it, and has"
+            f" nothing of parameter {entry.name!r} alone."
+        )
 
     def convert_loss(self, value: Any) -> Any:
         """Return the mean of ``value`` over ranks; collective."""

@@ -81,6 +81,7 @@ class ParamGroups:
         """
         members = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
         if engine.trained_ids.issuperset(map(id, members)):
+            self._follow_moves(engine)
             return engine
         engine.structure.check()
         self._require_possible(engine)
@@ -93,16 +94,24 @@ class ParamGroups:
         new = self._shard()
         self.start(new)
         for old, optimizer in zip(before, self._optimizers, strict=True):
-            step = new.steps[optimizer]
-            names = old.stand_ins.names_with_state(old.state)
-            for entry in chain(*step.entries()):
-                if entry.name in names:
-                    whole = old.stand_ins.whole_state(
-                        engine.entries[id(entry.parameter)], old.state
-                    )
-                    step.stand_ins.cut_state(entry, whole, step.state)
+            _move_state(engine, old.stand_ins, old.state, new.steps[optimizer])
         _move_gradients(engine, new)
         return new
+
+    def _follow_moves(self, engine: Zero3Engine) -> None:
+        """Parameters have come to an optimizer that steps on whole ones from another, or gone."""
+        for index, optimizer in enumerate(self._optimizers):
+            step = engine.steps[optimizer]
+            old = step.stand_ins
+            if not isinstance(old, WholeParameters):
+                continue
+            names = {name for names in step.names() for name in names}
+            if names != old.names:
+                step.take_state()
+                step.stand_ins, state = self._stand_ins(engine, index), {**step.state}
+                for p in old.owned.values():
+                    step.state.pop(p, None)
+                _move_state(engine, old, state, step)
 
     def _require_possible(self, engine: Zero3Engine) -> None:
         names = {name for name, _ in engine.structure.model.named_parameters()}
@@ -133,6 +142,17 @@ def whole_parameters(step: OptimizerStep) -> WholeParameters | None:
             " weights_only=True)`."
         )
     return step.stand_ins if isinstance(step.stand_ins, WholeParameters) else None
+
+
+def _move_state(
+    engine: Zero3Engine, old: StandIns, state: dict[Any, State], step: OptimizerStep
+) -> None:
+    """Give ``step`` the ``state`` of the stand-ins before, which ``engine`` had."""
+    names = old.names_with_state(state)
+    for entry in chain(*step.entries()):
+        if entry.name in names:
+            whole = old.whole_state(engine.entries[id(entry.parameter)], state)
+            step.stand_ins.cut_state(entry, whole, step.state)
 
 
 def _move_gradients(old: Zero3Engine, new: Zero3Engine) -> None:

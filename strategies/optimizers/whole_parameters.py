@@ -36,14 +36,14 @@ class WholeParameters(StandIns):
         # that the optimizer was given in this step, by name
         self._gradients: dict[str, Tensor | None] = {}
         entries = [entry for its in engine.steps[optimizer].entries() for entry in its]
-        self._names = {entry.name for entry in entries}
-        owners = assign_owners(
+        self.names = {entry.name for entry in entries}
+        self._owners = assign_owners(
             {entry.name: entry.size.numel() for entry in entries}, engine.collectives.world_size
         )
         self.owned = {
             entry.name: nn.Parameter(torch.empty(0, dtype=entry.dtype, device=engine.device))
             for entry in entries
-            if owners[entry.name] == engine.collectives.rank
+            if self._owners[entry.name] == engine.collectives.rank
         }
 
     def of(self, groups: Sequence[Sequence[Entry]]) -> list[list[nn.Parameter]]:
@@ -79,9 +79,13 @@ class WholeParameters(StandIns):
                         view.copy_(self.owned[entry.name])
                 total = collectives.reduce_scatter(buffer, unit.reduce_label).wait()
                 for entry in chunk.entries:
-                    if entry.name in self._names:
+                    if entry.name in self.names:
                         entry.part_of(chunk.values).copy_(entry.part_of(total))
         self._note_changed([entry for entries in groups for entry in entries])
+        self.drop()
+
+    def drop(self) -> None:
+        """See :meth:`StandIns.drop`."""
         for p in self.owned.values():
             p.data, p.grad = p.data.new_empty(0), None
         self._gradients.clear()
@@ -108,7 +112,7 @@ class WholeParameters(StandIns):
 
     def _own_units(self) -> Iterator[Unit]:
         for unit in self.engine.units:
-            if self._names.intersection(entry.name for entry in unit.trained):
+            if self.names.intersection(entry.name for entry in unit.trained):
                 yield unit
 
     # ---------------------------------------------------------------------------------------- state
@@ -129,7 +133,17 @@ class WholeParameters(StandIns):
     def whole_state(self, entry: Entry, state: Mapping[Any, State]) -> State:
         """See :meth:`StandIns.whole_state`."""
         mine = state.get(self.owned[entry.name], {}) if entry.name in self.owned else {}
-        found: State = next(filter(None, self.engine.collectives.all_gather_object(dict(mine))), {})
+        # tensors by their shapes and dtypes, which are sent after
+        kinds = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in mine.items()}
+        owner, collectives = self._owners[entry.name], self.engine.collectives
+        found = {}
+        for key, kind in collectives.all_gather_object(kinds)[owner].items():
+            found[key] = kind
+            if isinstance(kind, Tensor):
+                value = mine.get(key, torch.empty_like(kind, device="cpu"))
+                found[key] = collectives.broadcast(
+                    value.to(self.engine.device).contiguous().clone(), owner
+                )
         return self._placed(found)
 
     def cut_state(self, entry: Entry, whole: State, state: dict[Any, State]) -> None:
