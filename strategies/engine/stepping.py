@@ -208,7 +208,7 @@ class WholeState(MutableMapping):
         for reference, version, entry in self._taken:
             if (kept := reference()) is not None and kept._version != version:
                 raise ResidencyError(
-                    f"Optimizer state of parameter {entry.name!r} that was read before the last step"
+                    f"Optimizer state of parameter {entry.name!r} that was read before a step"
                     " was changed since: nobody would store that. Read `optimizer.state` again."
                 )
         given, self.given = self.given, {}
