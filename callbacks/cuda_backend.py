@@ -55,7 +55,8 @@ class CUDABackendConfig(Callback):
         kernel_cache_path: folder for these kernels; created if it is missing.
         nvml_check: look for GPUs through NVML, which does not start CUDA
             (`PYTORCH_NVML_BASED_CUDA_CHECK`).
-        deterministic: "on" raises where an operation has no reproducible form, "warn" warns, "off".
+        deterministic: "on" or True raises where an operation has no reproducible form, "warn"
+            warns, "off" or False.
         launch_blocking: wait for every kernel (`CUDA_LAUNCH_BLOCKING`), so that errors show where
             they happen; slow, for debugging.
         restore: put everything back at teardown.
@@ -76,10 +77,12 @@ class CUDABackendConfig(Callback):
         kernel_cache: bool | None = None,
         kernel_cache_path: str | None = None,
         nvml_check: bool | None = None,
-        deterministic: Literal["off", "warn", "on"] | None = None,
+        deterministic: Literal["off", "warn", "on"] | bool | None = None,
         launch_blocking: bool | None = None,
         restore: bool = True,
     ) -> None:
+        if isinstance(deterministic, bool):  # as YAML reads "on" and "off"
+            deterministic = "on" if deterministic else "off"
         # before any other local exists
         self.arguments = {
             name: value

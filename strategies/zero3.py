@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from .adapters.foreign import log_graphs, mark_sharded
 from .adapters.lightning_callbacks import adapt, move_averages, start_averages
 from .checkpoints import CheckpointOptions, CheckpointStrategy
 from .collectives import make_collectives, make_hybrid_collectives
@@ -48,6 +49,25 @@ _START_METHODS: dict[str, StartMethod] = {
 }
 
 
+_T = TypeVar("_T")
+
+
+def _as_options(name: str, value: Any, options: type[_T]) -> _T:
+    """Return ``value``, or ``options`` made of the dict ``value``; of none if it is None."""
+    if value is None or isinstance(value, dict):
+        return options(**(value or {}))
+    if not isinstance(value, options):
+        raise ValueError(
+            f"{name} takes a `lightning_zero3.{options.__name__}`, or a dict of its options, not"
+            f" {value!r}."
+        )
+    return value
+
+
+def _as_time(value: timedelta | float) -> timedelta:
+    return value if isinstance(value, timedelta) else timedelta(seconds=value)
+
+
 class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
     """Trains with parameters, gradients and optimizer state sharded over all ranks.
 
@@ -61,7 +81,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         checkpoint_io: writes and reads checkpoint files.
         precision_plugin: set by the Trainer from ``precision``.
         process_group_backend: "nccl" on CUDA and "gloo" on the CPU by default.
-        timeout: time after which a collective that a rank does not join is an error.
+        timeout: time, or seconds, after which a collective that a rank does not join is an error.
         start_method: how ``Trainer(devices=n)`` starts processes: "popen" runs the script again for
             each (as ``ddp``), "spawn", "fork" and "forkserver" use ``multiprocessing``.
         unit_policy: which modules are gathered together: None finds repeated blocks by itself; a
@@ -88,8 +108,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         debug: compare each unit with its shards at the end of its use, between several ranks: a
             write past torch (by a pointer, an array), which would be lost, is an error that names
             the parameter.
-        start_timeout: how long a process waits for the others to come up, before an error names
-            the ranks that did not.
+        start_timeout: how long (a time, or seconds) a process waits for the others to come up,
+            before an error names the ranks that did not.
         cpu_affinity: run each process on the CPUs of its GPU's NUMA node, unless its launcher has
             bound it already.
         stop_on_nonfinite: raise at the end of a backward that has nan or inf in the loss or in
@@ -100,8 +120,10 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             ``training_step`` included. It cannot do so with manual optimization, `reduce_once` or a
             ``dataloader_iter``: there a kernel checks each unit's outputs and gradients in every
             step.
-        watch: time limits of the thread that finds ranks which died, hang or are slow; None for no
-            such thread.
+        watch: time limits of the thread that finds ranks which died, hang or are slow; None or
+            False for no such thread.
+
+    A dict stands for the class of `data`, `checkpoint` and `watch` that it has the options of.
     """
 
     strategy_name = "zero3"
@@ -115,21 +137,21 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta = default_pg_timeout,
+        timeout: timedelta | float = default_pg_timeout,
         start_method: StartMethod = "popen",
         unit_policy: Sequence[type[nn.Module] | str] | None | UnitPolicy = None,
         shard_size: int | None = None,
-        keep_in_fp32: Sequence[str] = (),
+        keep_in_fp32: Sequence[str] | str = (),
         gather_dtype: WireDtype | None = None,
         reduce_dtype: WireDtype | None = None,
         reduce_once: bool = False,
-        data: DataOptions | None = None,
-        checkpoint: CheckpointOptions | None = None,
+        data: DataOptions | dict[str, Any] | None = None,
+        checkpoint: CheckpointOptions | dict[str, Any] | None = None,
         debug: bool = False,
-        start_timeout: timedelta = timedelta(minutes=10),
+        start_timeout: timedelta | float = timedelta(minutes=10),
         cpu_affinity: bool = True,
         stop_on_nonfinite: bool = False,
-        watch: WatchOptions | None = WatchOptions(),  # noqa: B008 (frozen)
+        watch: WatchOptions | dict[str, Any] | bool | None = True,
     ) -> None:
         super().__init__(
             accelerator,
@@ -138,23 +160,30 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             checkpoint_io,
             precision_plugin,
             process_group_backend,
-            timeout,
+            _as_time(timeout),
             start_method,
-            start_timeout,
+            _as_time(start_timeout),
             cpu_affinity,
         )
+        if not isinstance(shard_size, int | None):
+            raise ValueError(f"shard_size is a number of ranks, not {shard_size!r}.")
         self.unit_policy = unit_policy
         self._shard_size = shard_size
-        self._keep_in_fp32 = tuple(keep_in_fp32)
+        patterns = [keep_in_fp32] if isinstance(keep_in_fp32, str) else keep_in_fp32
+        self._keep_in_fp32 = tuple(patterns)
         self._gather_dtype, self._reduce_dtype = wire_dtype(gather_dtype), wire_dtype(reduce_dtype)
         self._reduce_once = reduce_once
-        self._data = DataHooks(data)
-        self._checkpoints = checkpoint or CheckpointOptions()
+        self._data = DataHooks(_as_options("data", data, DataOptions))
+        self._checkpoints = _as_options("checkpoint", checkpoint, CheckpointOptions)
         self._debug = debug
         self._stop_on_nonfinite = stop_on_nonfinite
         self._finite_check: FiniteCheck | None = None
         self._second_run: SecondRun | None = None  # None if a micro-batch cannot be run again
-        self._watch_options = watch
+        self._watch_options = (
+            None
+            if watch is None or watch is False
+            else _as_options("watch", None if watch is True else watch, WatchOptions)
+        )
 
     @override
     def setup_environment(self) -> None:
@@ -209,6 +238,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self.model = self.precision_plugin.convert_module(self.model)
         self._reset_optimizers_and_schedulers()
         if fitting:
+            log_graphs(trainer.loggers, trainer.lightning_module)
             # `configure_optimizers` gets the module's own parameters, as the user wrote it.
             self.setup_optimizers(trainer)
         self._shard_model()
@@ -243,6 +273,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         if self._has_differing_ranks(self.engine):
             states = broadcast_created_state(self.engine, states)
         self._groups.start(self.engine, states)
+        if self.engine.collectives.world_size > 1:
+            mark_sharded(module)
         prepare_metrics(module, self._callbacks, self.root_device)
         _update_properties(module, device=self.root_device)
 

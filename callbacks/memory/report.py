@@ -241,18 +241,8 @@ def _render_allocations(data: ReportData) -> str:
 
 
 def write_png(path: Path, data: ReportData) -> None:
-    """Write the page's charts as one picture.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is missing.
-    """
-    try:
-        figure_type = import_module("matplotlib.figure").Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "report_png needs matplotlib (the extra `report`): pip install matplotlib, or leave"
-            " report_png out"
-        ) from error
+    """Write the page's charts as one picture."""
+    figure_type = import_module("matplotlib.figure").Figure
     figure = figure_type(figsize=(9, 12), layout="constrained")
     over_time, phases, peak, ranks = figure.subplots(
         4, 1, height_ratios=(3, 3, 1.2, 1 + 0.3 * len(data.ranks))

@@ -2,6 +2,8 @@
 
 import functools
 import logging
+import os
+from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,8 @@ class CUDAMemoryTracker(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._run is not None:  # for the validation inside of a fit
             return
+        for path in (self.report, self.oom_folder):
+            _require_writable(path)
         device = trainer.strategy.root_device
         source = self.make_source(device)
         if source.name != "cuda":
@@ -351,6 +355,26 @@ def _check_arguments(arguments: dict[str, Any]) -> None:
         )
     if arguments["report_png"] and arguments["report"] is None:
         raise ValueError("report_png: draws the charts of the report; give report= a path too")
+    if arguments["report_png"] and find_spec("matplotlib") is None:
+        raise ModuleNotFoundError(
+            "report_png needs matplotlib (the extra `report`): pip install matplotlib, or leave"
+            " report_png out"
+        )
+
+
+def _require_writable(path: str | None) -> None:
+    """Fail before training if nothing can be written at ``path``.
+
+    Raises:
+        PermissionError: the folder that is there, or the file, is not writable.
+    """
+    if path is None:
+        return
+    there = Path(path).absolute()
+    while not there.exists():
+        there = there.parent
+    if not os.access(there, os.W_OK) or (there.is_file() and there != Path(path).absolute()):
+        raise PermissionError(f"CUDAMemoryTracker cannot write {path}: {there} is not writable.")
 
 
 def _show_in_progress_bar(bar: Any, run: Recording) -> None:

@@ -7,9 +7,11 @@ import re
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
+from lightning_zero3.callbacks import CUDAMemoryTracker
 from lightning_zero3.callbacks.memory import leaks, out_of_memory
 from lightning_zero3.callbacks.memory.allocations import Allocation, at_peak
 from lightning_zero3.callbacks.memory.figures import GIB, History, StepRecord, render_table
@@ -402,9 +404,26 @@ def test_png(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     write_png(tmp_path / "memory.png", report_data())
     assert (tmp_path / "memory.png").read_bytes()[:4] == b"\x89PNG"
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match="report_png needs matplotlib"):
-        write_png(tmp_path / "again.png", report_data())
+        CUDAMemoryTracker(report="memory.html", report_png=True)
+
+
+@pytest.mark.parametrize("option", ["report", "oom_folder"])
+def test_a_path_that_cannot_be_written_is_an_error_before_training(option, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    path = str(tmp_path / "file" / "memory.html")
+    runner = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=[CUDAMemoryTracker(**{option: path})],
+    )
+    with pytest.raises(PermissionError, match=r"CUDAMemoryTracker cannot write .*memory\.html"):
+        runner.fit(BoringModel())
+    assert runner.global_step == 0
 
 
 def test_leak_census_ignores_parameters():

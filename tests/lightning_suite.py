@@ -1,0 +1,131 @@
+"""Runs Lightning's own tests with this strategy, on one rank or more; not part of the gate.
+
+    git clone --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning
+    python tests/lightning_suite.py pytorch-lightning [--ranks 2] [--sharded] [FOLDER ...]
+
+Lightning reads ``PL_TRAINER_STRATEGY`` and its like where a test leaves an argument of the Trainer out.
+On several ranks each file's tests run in all ranks at once, as `torchrun` starts them; a test counts
+as passed if it passes on every rank. A test that hangs ends the processes, and the rest goes on
+without it. Printed is, for each folder, passed of total and the reason of each test that fails.
+
+This file is also the plugin that writes down what each rank's pytest does.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from lightning.pytorch import strategies
+
+from lightning_zero3 import Zero3Strategy
+
+FOLDERS = ["loops", "core", "trainer", "callbacks", "checkpointing", "models/test_hooks.py"]
+TIMEOUT_S = 60  # of a test
+
+
+# ---- in pytest
+
+
+def pytest_configure():
+    strategies.StrategyRegistry.register(
+        "zero3_sharded", Zero3Strategy, checkpoint={"kind": "sharded"}
+    )
+
+
+def _write(**event):
+    with open(f"{os.environ['SUITE_EVENTS']}.{os.environ.get('RANK', 0)}", "a") as file:
+        print(json.dumps(event), file=file)
+
+
+def pytest_runtest_logstart(nodeid):
+    _write(test=nodeid, outcome="hangs, or ends its process")
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" or report.outcome != "passed":
+        crash = getattr(report.longrepr, "reprcrash", None)
+        reason = crash.message.splitlines()[0] if crash is not None else report.outcome
+        outcome = "skipped" if report.skipped else "passed" if report.passed else reason
+        _write(test=report.nodeid, outcome=outcome)
+
+
+# ---- in the command
+
+
+def run(folder, tests, checkout, ranks, strategy, left_out):
+    """Outcome by test of the files in ``folder``, as each rank wrote it."""
+    events = Path(tests) / "events"
+    for old in Path(tests).glob("events.*"):
+        old.unlink()
+    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    environ = {
+        **os.environ,
+        "SUITE_EVENTS": str(events),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(checkout / "tests")]),
+        "PL_TRAINER_STRATEGY": strategy,
+        "PL_TRAINER_ACCELERATOR": "cpu",
+        "PL_TRAINER_DEVICES": str(ranks),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, *launcher, "-m", "pytest", "-q", "-x" if ranks > 1 else "-q"]
+    command += ["-p", "lightning_suite", "-p", "no:cacheprovider"]
+    command += [f"--timeout={TIMEOUT_S}", "--timeout-method=thread", str(folder)]
+    command += [f"--deselect={test}" for test in left_out]
+    subprocess.run(command, cwd=checkout / "tests", env=environ, capture_output=True, text=True)
+    outcomes = {}
+    for path in Path(tests).glob("events.*"):
+        mine = {}
+        for line in path.read_text().splitlines():
+            event = json.loads(line)
+            if mine.get(event["test"]) in (None, "passed", "hangs, or ends its process"):
+                mine[event["test"]] = event["outcome"]
+        for test, outcome in mine.items():
+            if outcomes.get(test, "passed") in ("passed", "skipped"):
+                outcomes[test] = outcome
+    return outcomes
+
+
+def run_to_the_end(file, checkout, ranks, strategy):
+    """Outcome by test of a file, though a test may end the processes."""
+    outcomes = {}
+    with TemporaryDirectory() as folder:
+        while True:
+            found = run(file, folder, checkout, ranks, strategy, outcomes)
+            outcomes |= found
+            if not found or all(outcome in ("passed", "skipped") for outcome in found.values()):
+                return outcomes
+            if ranks == 1 and "hangs, or ends its process" not in found.values():
+                return outcomes
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("folders", nargs="*", default=FOLDERS)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--sharded", action="store_true", help="checkpoints are folders")
+    options = parser.parse_args()
+    checkout = options.checkout.resolve()
+    strategy = "zero3_sharded" if options.sharded else "zero3"
+    for folder in options.folders:
+        outcomes = {}
+        path = checkout / "tests" / "tests_pytorch" / folder
+        for file in [path] if path.is_file() else sorted(path.rglob("test_*.py")):
+            outcomes |= run_to_the_end(file, checkout, options.ranks, strategy)
+        counts = Counter(outcomes.values())
+        total = len(outcomes) - counts["skipped"]
+        print(f"\n{folder}: {counts['passed']} of {total} passed, {counts['skipped']} skipped")
+        for test, outcome in outcomes.items():
+            if outcome not in ("passed", "skipped"):
+                print(
+                    f"  {test.partition('tests_pytorch/')[2] or test}\n      {outcome}", flush=True
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Options as people type them, and what libraries are told of a sharded model."""
+
+from datetime import timedelta
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import nn
+from torch.utils.data import DataLoader
+
+from helpers.parity import trainer, zero3
+from helpers.ranks import run_ranks
+from lightning_zero3 import CheckpointOptions, DataOptions, WatchOptions, Zero3Strategy
+from lightning_zero3.callbacks import CUDABackendConfig
+
+
+@pytest.mark.parametrize(
+    "typed, attribute, meant",
+    [
+        ({"timeout": 30}, "_timeout", timedelta(seconds=30)),
+        ({"start_timeout": 1.5}, "_start_timeout", timedelta(seconds=1.5)),
+        ({"start_timeout": timedelta(minutes=1)}, "_start_timeout", timedelta(minutes=1)),
+        ({"watch": False}, "_watch_options", None),
+        ({"watch": True}, "_watch_options", WatchOptions()),
+        ({}, "_watch_options", WatchOptions()),
+        ({"watch": {"slow": 3}}, "_watch_options", WatchOptions(slow=3)),
+        ({"checkpoint": {"kind": "sharded"}}, "_checkpoints", CheckpointOptions(kind="sharded")),
+        ({"keep_in_fp32": "*.router"}, "_keep_in_fp32", ("*.router",)),
+    ],
+)
+def test_options_take_what_people_type(typed, attribute, meant):
+    assert getattr(Zero3Strategy(**typed), attribute) == meant
+
+
+def test_a_dict_of_data_options():
+    strategy = Zero3Strategy(data={"distinct_rank_rng": False})
+    assert strategy._data.options == DataOptions(distinct_rank_rng=False)
+
+
+@pytest.mark.parametrize(
+    "typed, told",
+    [
+        ({"checkpoint": "full"}, r"checkpoint takes a `lightning_zero3.CheckpointOptions`.*'full'"),
+        ({"data": 3}, r"data takes a `lightning_zero3.DataOptions`, or a dict"),
+        ({"watch": 5}, r"watch takes a `lightning_zero3.WatchOptions`"),
+        ({"shard_size": "node"}, r"shard_size is a number of ranks, not 'node'"),
+    ],
+)
+def test_another_type_is_told_at_once(typed, told):
+    with pytest.raises(ValueError, match=told):
+        Zero3Strategy(**typed)
+
+
+@pytest.mark.parametrize("typed, meant", [(True, "on"), (False, "off"), ("warn", "warn")])
+def test_deterministic_as_the_trainer_takes_it(typed, meant):
+    assert CUDABackendConfig(deterministic=typed).arguments["deterministic"] == meant
+
+
+class Layers(nn.Module):
+    """As layers of transformers are run, some of which LayerDrop leaves out by chance."""
+
+    __module__ = "transformers.models.own"
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, left_out):
+        for k, layer in enumerate(self.layers):
+            if k != left_out or getattr(self, "_is_fsdp_managed_module", False):
+                output = layer(x)
+            if k != left_out:
+                x = output
+        return x
+
+
+class Dropping(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.own, self.part = nn.Linear(4, 4), Layers()
+
+    def training_step(self, batch, batch_index):
+        return self.part(self.own(batch), left_out=self.global_rank).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def drop(rank, world_size):
+    module = Dropping()
+    runner = trainer(zero3(unit_policy=["Linear"]), world_size, max_steps=2)
+    runner.fit(module, DataLoader(torch.ones(4, 4), batch_size=1))
+    return [n for n, m in module.named_modules() if hasattr(m, "_is_fsdp_managed_module")]
+
+
+def test_models_of_transformers_are_told_that_they_are_sharded():
+    (on_one,) = run_ranks(drop, 1)
+    assert on_one == []
+    for told in run_ranks(drop, 2, timeout=60):
+        assert "part" in told and "part.layers.2" in told and "own" not in told
+
+
+class Traces(TensorBoardLogger):
+    """As ``TensorBoardLogger(log_graph=True)``, without its package."""
+
+    name = version = "traced"
+    log_dir = root_dir = save_dir = None
+
+    def __init__(self):
+        self._log_graph, self.graphs = True, []
+
+    def log_graph(self, model):
+        if self._log_graph and model.global_rank == 0:
+            graph = torch.jit.trace(model, model.example_input_array)
+            self.graphs.append(graph(model.example_input_array).detach())
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+    log_metrics = save = finalize = log_hyperparams
+
+
+class Traced(Dropping):
+    example_input_array = torch.ones(2, 4)
+
+    def forward(self, x):
+        return self.own(x)
+
+
+def trace(rank, world_size):
+    module, logger = Traced(), Traces()
+    expected = module(module.example_input_array).detach()
+    runner = trainer(zero3(unit_policy=["Linear"]), world_size, max_steps=1, logger=logger)
+    runner.fit(module, DataLoader(torch.ones(4, 4), batch_size=1))
+    return expected, logger.graphs
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_logger_that_traces_the_model(ranks):
+    for rank, (expected, traced) in enumerate(run_ranks(trace, ranks, timeout=60)):
+        assert len(traced) == (rank == 0)
+        assert all(torch.equal(value, expected) for value in traced)
