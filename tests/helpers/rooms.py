@@ -44,7 +44,7 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=32_184,
+        tokens=32_579,
     ),
     Room(
         "strategies/state_dicts",
@@ -56,7 +56,7 @@ ROOMS = [
         "strategies/optimizers",
         "how an optimizer may step",
         "strategies/collectives strategies/engine",
-        tokens=4_777,
+        tokens=5_118,
     ),
     Room(
         "strategies/launch",
@@ -78,7 +78,7 @@ ROOMS = [
         "strategies/support strategies/engine strategies/state_dicts strategies/optimizers"
         " strategies/launch strategies/data",
         f"{_LIGHTNING} safetensors",
-        tokens=16_839,
+        tokens=16_873,
     ),
     Room(
         "strategies/numerics",
@@ -106,7 +106,7 @@ ROOMS = [
         "Lightning's callbacks on shards",
         "strategies/collectives strategies/engine",
         _LIGHTNING,
-        tokens=3_019,
+        tokens=3_149,
     ),
     Room(
         "strategies/zero3",
@@ -115,7 +115,7 @@ ROOMS = [
         " strategies/launch strategies/data strategies/checkpoints strategies/numerics"
         " strategies/liveness strategies/evaluation strategies/adapters",
         _LIGHTNING,
-        tokens=2_510,
+        tokens=2_779,
     ),
     Room(
         "strategies",
@@ -138,7 +138,7 @@ ROOMS = [
         "where memory goes, and who took it",
         "strategies/engine callbacks/allocator",
         _LIGHTNING,
-        tokens=14_325,
+        tokens=14_432,
     ),
     Room(
         "callbacks/timing",
@@ -152,14 +152,14 @@ ROOMS = [
         "the training step as CUDA graphs",
         "strategies/support strategies/collectives strategies/engine strategies/liveness",
         f"{_LIGHTNING} numpy torchmetrics lightning_utilities",
-        tokens=20_894,
+        tokens=21_099,
     ),
     Room(
         "callbacks/cuda_backend",
         "precision and workspaces of CUDA's libraries",
         "callbacks/allocator",
         _LIGHTNING,
-        tokens=1_781,
+        tokens=1_798,
     ),
     Room(
         "callbacks",
