@@ -145,13 +145,15 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         gather_dtype: WireDtype | None = None,
         reduce_dtype: WireDtype | None = None,
         reduce_once: bool = False,
-        data: DataOptions | dict[str, Any] | None = None,
-        checkpoint: CheckpointOptions | dict[str, Any] | None = None,
+        # Dicts are taken for the three classes of options, too. They are not annotated: the CLI
+        # would take every mapping for one, and not say while it parses what is wrong in it.
+        data: DataOptions | None = None,
+        checkpoint: CheckpointOptions | None = None,
         debug: bool = False,
         start_timeout: timedelta | float = timedelta(minutes=10),
         cpu_affinity: bool = True,
         stop_on_nonfinite: bool = False,
-        watch: WatchOptions | dict[str, Any] | bool | None = True,
+        watch: WatchOptions | bool | None = True,
     ) -> None:
         super().__init__(
             accelerator,

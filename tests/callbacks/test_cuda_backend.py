@@ -119,7 +119,7 @@ WRONG = [
     ),
     ({"cufft_plan_cache_size": -1}, "cufft_plan_cache_size.*at least 0"),
     ({"cufft_plan_cache_size": {0: True}}, "cufft_plan_cache_size"),
-    ({"deterministic": True}, "deterministic.*off, warn or on"),
+    ({"deterministic": "always"}, "deterministic.*off, warn or on"),
     ({"tf32_matmul": "high"}, "tf32_matmul.*True or False"),
     ({"fp16_split_k": False}, "fp16_split_k.*set both"),
     ({"kernel_cache": False, "kernel_cache_path": "x"}, "kernel_cache_path.*no effect"),
