@@ -137,8 +137,8 @@ class Allocations(TorchDispatchMode):
                 t.nbytes for t in _tensors(out) if t.untyped_storage().data_ptr() not in before
             )
         if new:
-            # What runs in these is autograd: they only hand the call on.
-            handing = ("run_watched", "run_told")
+            # What runs in these is autograd, or an optimizer: they only hand the call on.
+            handing = ("run_watched", "run_told", "wrapped")
             ours = [
                 f
                 for f in traceback.extract_stack()[:-1]
