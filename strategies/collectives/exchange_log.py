@@ -22,8 +22,9 @@ _MAX_STEP_SETTINGS = 10_000  # a longer list of step settings is replaced by its
 _CHUNK_WORDS = 1 << 18  # words of 8 bytes that a checksum multiplies at a time
 LOOK_FOR = (
     "\nAll ranks must run the same modules in the same order, load and save together, and take the"
-    " same number of steps. Look for what one rank does alone, loaders of different length, and"
-    " branches on a rank's own data or random numbers (docs/GUIDE.md, Diverging ranks)."
+    " same number of steps. Look for what one rank does alone (`strategy.gathered` is for that),"
+    " loaders of different length, and branches on a rank's own data or random numbers"
+    " (docs/GUIDE.md, Diverging ranks)."
 )
 
 

@@ -288,13 +288,19 @@ class ParamGroupOfFewElements(Case):
 
     def train(self, run):
         super().train(run)
-        if run.refuses and run.world_size == 4 and run.rank == 0:
-            assert not any(
-                entry.span
+        if run.refuses and run.world_size == 4:
+            scales = [
+                (unit.chunks[0].layout, unit.entries.index(entry))
                 for unit in run.engine.units
                 for entry in unit.entries
                 if "scale" in entry.name
-            )
+            ]
+            owners = {
+                rank
+                for rank in range(4)
+                if any(layout.span(index, rank) for layout, index in scales)
+            }
+            assert len(owners) < 4, "each rank owns a part"
 
 
 @case
