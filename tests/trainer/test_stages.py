@@ -88,7 +88,8 @@ def test_a_collective_of_one_rank_is_told(stage, hook, act, where, capsys):
     rank_0 = rf"rank 0 (is )?in {where} \(.*test_stages.py:\d+ in {act.__name__}\)"
     assert re.search(rank_0, told), told
     assert re.search(rf"rank 1 (is )?in {where} \(.*test_stages.py:\d+ in run\)", told), told
-    assert ('`ckpt_path="last"`' in output) == (stage == "fit")
+    if hook != "on_train_epoch_end":  # where ranks wait on, and are told so
+        assert ('`ckpt_path="last"`' in output) == (stage == "fit")
 
 
 def doze(module):
