@@ -76,8 +76,14 @@ def wait(rank, world_size, stage, hook, act):
             r"validation, between batches .*, step 3",
         ),
         ("test", "on_test_epoch_end", meet_alone, r"test, between batches .*"),
-        ("predict", "on_predict_epoch_end", meet_alone, r"predict, between batches .*"),
-        ("fit", "on_train_epoch_end", compute_alone, r"the loop between steps .*, step 3"),
+        pytest.param(
+            *("predict", "on_predict_epoch_end", meet_alone, r"predict, between batches .*"),
+            marks=pytest.mark.variant,
+        ),
+        pytest.param(
+            *("fit", "on_train_epoch_end", compute_alone, r"the loop between steps .*, step 3"),
+            marks=pytest.mark.variant,
+        ),
     ],
 )
 def test_a_collective_of_one_rank_is_told(stage, hook, act, where, capsys):
