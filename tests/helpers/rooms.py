@@ -38,7 +38,7 @@ ROOMS = [
         packages="torch numpy",
         tokens=1_212,
     ),
-    Room("strategies/collectives", "every exchange between ranks", tokens=9_294),
+    Room("strategies/collectives", "every exchange between ranks", tokens=9_295),
     Room(
         "strategies/engine",
         "ZeRO-3 in plain torch",
@@ -115,7 +115,7 @@ ROOMS = [
         " strategies/launch strategies/data strategies/checkpoints strategies/numerics"
         " strategies/liveness strategies/evaluation strategies/adapters",
         _LIGHTNING,
-        tokens=2_779,
+        tokens=2_758,
     ),
     Room(
         "strategies",
