@@ -176,7 +176,11 @@ def _last_words(log: str) -> str:
     process was ended.
     """
     errors = re.findall(
-        r"^(?:\[rank\d+\]: )?([\w.]+(?:Error|Failure|Exception|Interrupt)\b.*)$", log, re.M
+        # and the line that says what to do
+        r"^(?:\[rank\d+\]: )?([\w.]+(?:Error|Failure|Exception|Interrupt)\b.*"
+        r"(?:\n(?:\[rank\d+\]: )?All ranks must .*)?)$",
+        log,
+        re.M,
     )
     ends = re.findall(
         r"^(Rank \d+ (?:on|died|raised|has) .*|(?:In step \d+: )?The ranks .*)$", log, re.M

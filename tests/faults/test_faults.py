@@ -92,10 +92,7 @@ AT_ONCE |= {
     )
     for rank in (0, 1)  # rank 0 serves what the other asks
 }
-ALONE = (
-    "(1) code that one rank runs alone, as under `if trainer.is_global_zero:` (a forward, a load, a"
-    " save)"
-)
+ALONE = "Look for what one rank does alone"
 DIVERGENCES = [Fault("other order", "forward", 1, 3), Fault("skipped unit", "forward", 0, 2)]
 ON_DEVICES = {
     Fault("fewer batches", "device", 0, 2): (
