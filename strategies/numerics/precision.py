@@ -224,7 +224,7 @@ def _unscale_for(optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
 def global_norm(grads: list[Tensor], sum_over_ranks: SumOverRanks) -> Tensor:
     """Return the 2-norm [] of the concatenation of all ranks' ``grads``, in float64; collective.
 
-    One fp32 sum over a flat tensor would lose digits. On the CPU, where a sum in float64 makes a
+    One fp32 sum over a large shard would lose digits. On the CPU, where a sum in float64 makes a
     copy, norms of runs of 64 Ki elements are combined in float64.
     """
     if grads and grads[0].device.type != "cpu":
