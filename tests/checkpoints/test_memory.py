@@ -1,14 +1,17 @@
-"""What saving costs in memory: the growth of a process's own pages, as the kernel counts them,
-against the bounds.
+"""What saving and loading cost in memory: the growth of a process's own pages, as the kernel counts
+them, against the bounds.
 """
 
 import ctypes
+import json
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -28,16 +31,19 @@ SLACK = (
 
 
 class Model(LightningModule):
-    def __init__(self):
+    def __init__(self, width=WIDTH):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
+        self.width, self.layers = width, self.make_layers(width)
+
+    def make_layers(self, width):
+        return nn.Sequential(*(nn.Linear(width, width) for _ in range(DEPTH)))
 
     def training_step(self, batch, batch_idx):
         return self.layers(batch).square().mean()
 
     def train_dataloader(self):
-        return DataLoader(torch.ones(4, WIDTH))
+        return DataLoader(torch.ones(4, self.width))
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters())
@@ -103,6 +109,55 @@ def read(rank, world_size, folder):
     with growth(found, "consolidate"):
         consolidate(Path(folder, "sharded.ckpt"), Path(folder, "one.ckpt"))
     return found
+
+
+class OnMeta(Model):
+    """A model four times as large, without memory until its shards are read from a folder."""
+
+    def __init__(self, folder):
+        with torch.device("meta"):
+            super().__init__(2 * WIDTH)
+        self.folder = folder
+
+    def configure_model(self):
+        self.trainer.strategy.load_weights(self.folder)
+
+
+class UntilFitStarts(Callback):
+    def __init__(self, found):
+        self.found, self.stack = found, ExitStack()
+
+    def setup(self, trainer, module, stage):
+        self.stack.enter_context(growth(self.found, "load"))
+
+    def on_fit_start(self, trainer, module):
+        self.stack.close()
+        self.found |= trainer.strategy.memory_ledger()
+
+
+def load(rank, world_size, folder):
+    found = {}
+    # What a first run imports is not the folder's.
+    for module, callbacks in ((Model(8), []), (OnMeta(folder), [UntilFitStarts(found)])):
+        strategy = zero3(unit_policy=["Linear"])
+        trainer(strategy, world_size, callbacks=callbacks).fit(module)
+    return found
+
+
+@pytest.mark.variant
+def test_loading_a_folder_needs_memory_for_shards_and_a_unit(tmp_path):
+    """As Hugging Face writes it: several files, and an index of them."""
+    state = Model(2 * WIDTH).state_dict()
+    unit = sum(state[f"layers.0.{name}"].nbytes for name in ("weight", "bias"))
+    files = [f"model-{number}-of-2.safetensors" for number in (1, 2)]
+    index = {name: files[number % 2] for number, name in enumerate(state)}
+    for file in files:
+        save_file({n: t for n, t in state.items() if index[n] == file}, tmp_path / file)
+    Path(tmp_path, "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    for found in run_ranks(load, 2, str(tmp_path), timeout=60):
+        shards = found["parameters"]  # beside them, training's own buffers are made at set-up
+        assert 0.49 * DEPTH * unit < shards < 0.51 * DEPTH * unit
+        assert found["load"] - found["slots"] <= shards + unit
 
 
 def test_bounds(tmp_path):

@@ -4,9 +4,11 @@ refused of a file that somebody else made.
 
 import os
 import random
+import tempfile
 import warnings
 import zipfile
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -179,11 +181,23 @@ def test_what_torch_does_not_write_is_refused(change, said, tmp_path):
 # ---- disks ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to any folder")
-def test_a_folder_that_may_not_be_written_to(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(CheckpointError, match=f"Saving {tmp_path}/a.ckpt failed: PermissionError"):
-        single_file.FileSave({"a": torch.ones(3)}, tmp_path / "a.ckpt")
+@pytest.fixture
+def as_nobody():
+    """Root may write to any folder, so it becomes somebody else for the time of a test."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    yield
+    os.seteuid(before)
+
+
+def test_a_folder_that_may_not_be_written_to(as_nobody):
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o500)
+        with pytest.raises(CheckpointError, match=f"Saving {folder}/a.ckpt failed: Permission"):
+            single_file.FileSave({"a": torch.ones(3)}, Path(folder, "a.ckpt"))
+        assert not os.listdir(folder)
+        os.chmod(folder, 0o700)
 
 
 def test_two_jobs_that_write_one_name(tmp_path):
