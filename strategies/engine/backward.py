@@ -45,7 +45,6 @@ class Backward:
         self._agreement, self._buffers, self._joint = agreement, buffers, joint
         self._access, self._adopt_values, self._failed = access, adopt_values, failed
         gradients.settle, gradients.drop_failed = self.settle, self.drop_failed
-        joint.assist_backward = self.assist
         # Indices of units in the order that all ranks expect, the reverse of their forward. All
         # must issue exchanges in one order, but a rank may skip a unit that others visit (its loss
         # does not depend on it there): walking this to its end, it takes part in the exchanges of
@@ -88,7 +87,7 @@ class Backward:
             if not now.active:
                 now.begin()
             # a custom Function may return None
-            if grad is None:
+            if grad is None or now._joint.running:
                 return
             if used[number] and len(parameter._post_accumulate_grad_hooks) > 1:
                 raise _seen_alone(name)
@@ -126,9 +125,9 @@ class Backward:
         if self.active:
             return
         self._adopt_values()
-        self._joint.begin_backward()
         self.active, self.added, self._run = True, 0, None
-        self._gradients.begin_backward()
+        if not self._joint.running:
+            self._gradients.begin_backward()
         if not silent:
             this = _Pass()
             self._run = weakref.ref(this)
@@ -184,7 +183,10 @@ class Backward:
         """Autograd has finished; collective."""
         self.begin(silent=True)
         self.complete()
-        self._conclude()
+        if self._joint.running:
+            self.active, self._run = False, None
+        else:
+            self._conclude()
         self._ended = True
 
     def complete(self) -> None:
@@ -204,19 +206,17 @@ class Backward:
         gradients.
         """
         late = bytes(len(self._units)) if self._reducer.holding else bytes(self._reducer.claimed)
-        joint = self._joint.running
-        with self._joint.end_of_backward():
-            with profile_range("agreement"):
-                late, changed, used = self._agreement.reach(
-                    late, self._buffers.changed(), bytes(self._gradients.used)
-                )
-            for unit in reversed(self._units):
-                if late[unit.index]:
-                    self._reducer.reduce(unit)
-            if self._access.in_step and not joint:
-                self._owed = changed  # since the last time, so it holds what an earlier pass found
-            elif any(changed):
-                self._buffers.synchronize(changed)
+        with profile_range("agreement"):
+            late, changed, used = self._agreement.reach(
+                late, self._buffers.changed(), bytes(self._gradients.used)
+            )
+        for unit in reversed(self._units):
+            if late[unit.index]:
+                self._reducer.reduce(unit)
+        if self._access.in_step:
+            self._owed = changed  # since the last time, so it holds what an earlier pass found
+        elif any(changed):
+            self._buffers.synchronize(changed)
         self._reducer.finish()
         self._reducer.held = self._reducer.holding
         self._gradients.show(used)
@@ -230,19 +230,6 @@ class Backward:
         if any(owed):
             self._buffers.synchronize(owed)
 
-    def assist(self, unit: Unit | None) -> None:
-        """Take part in a backward that this rank does not run: in the reduction of ``unit``, or
-        (None) in the end.
-        """
-        if not self.active:
-            self.coming.clear()
-            self.begin(silent=True)
-        if unit is None:
-            self._conclude()
-        else:
-            self._reducer.reduce(unit)
-            self._reducer.finish()
-
     # ------------------------------------------------------------------------------- between passes
 
     def settle(self, name: str = "") -> None:
@@ -253,15 +240,15 @@ class Backward:
         """
         if not self._reducer.held:
             return
-        if self.active:
+        if self.active or self._joint.running:
             what = f"The gradient of parameter {name!r}" if name else "Gradients"
             raise ResidencyError(
-                f"{what} cannot be read or set in the middle of a backward pass while the ranks"
-                " hold those of earlier micro-batches back (`reduce_once=True`). Do that after the"
-                " backward, or do without the option."
+                f"{what} cannot be read or set in the middle of a backward pass, or in a step of an"
+                " evaluation that not all ranks run, while the ranks hold those of earlier"
+                " micro-batches back (`reduce_once=True`). Do that after it, or do without the"
+                " option."
             )
         holding, self._reducer.holding = self._reducer.holding, False
-        self._joint.begin_backward()
         self._gradients.begin_backward()
         self._conclude()
         self._reducer.holding = holding

@@ -142,7 +142,7 @@ class Zero3Engine:
         )
         self._saved = SavedTensors(self.arena)
         self.gradients = Gradients(self.units, self.reducer, self.collectives.exchange_log)
-        self.joint = JointSteps(self.units, self.gradients, self.collectives)
+        self.joint = JointSteps(self.units, self.reducer, self.collectives)
         self.access = Access(
             self.units, self.collectives, self.gradients, self.weights_changed, self.close
         )

@@ -143,10 +143,13 @@ class Gradients:
                 " in a hook of the parameter itself."
             )
 
-    @property
-    def announced(self) -> bool:
-        """Whether this rank tells others, that assist, what it exchanges."""
-        return self._units[0].announce is not None
+    def _require_all_ranks(self, entry: Entry, done: str) -> None:
+        if self._units[0].announce is not None:
+            raise ResidencyError(
+                f"The gradient of parameter {entry.name!r} was {done} in a step of an evaluation"
+                " that not all ranks run, where gradients of parameters are not kept. Take them by"
+                " `torch.autograd.grad`, or those of training after the evaluation."
+            )
 
     # ------------------------------------------------------------------------ what optimizers see
 
@@ -219,9 +222,8 @@ class Gradients:
             )
         self.require_not_arrived(entry)
         self.require_complete([entry])
+        self._require_all_ranks(entry, "read")
         unit = self._units[entry.unit]
-        if unit.announce is not None:
-            return unit.gradients()[entry.name]  # and none is kept, as ranks that assist keep none
         if entry.name not in self._full:
             self._full = unit.gradients()
             for each in unit.trained:
@@ -240,12 +242,7 @@ class Gradients:
                 f"Parameter {entry.name!r} has shape {tuple(entry.size)} and was given a gradient"
                 f" of shape {tuple(grad.shape)}."
             )
-        if self.announced:
-            raise ResidencyError(
-                f"The gradient of parameter {entry.name!r} was assigned or changed in a step of an"
-                " evaluation that not all ranks run: those that have no batch left would not store"
-                " their part of it. Work on a copy (`p.grad.clone()`)."
-            )
+        self._require_all_ranks(entry, "assigned or changed")
         if grad.layout != torch.strided:
             grad = grad.to_dense()  # before ranks part that own nothing of it
         grad = grad.detach().as_subclass(Tensor)

@@ -141,8 +141,6 @@ class Reducer:
             self.claim(unit.index)
         if self._flying is not None:
             self.finish()
-        if unit.announce is not None:
-            unit.announce(unit, Exchange.REDUCE)
         for entry, view in zip(unit.trained, place.views, strict=True):
             if not self.written[entry.number]:
                 view.zero_()
@@ -159,8 +157,6 @@ class Reducer:
                 self._send(place)
         self.claimed[unit.index], self._flying = 0, place
         self._open.remove(place)
-        if unit.announce is not None:
-            self.finish()  # ranks that assist do so at once, and may wait until all have their sums
 
     def _send(self, place: _Range) -> None:
         label = place.unit.labels[Exchange.REDUCE]

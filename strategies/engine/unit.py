@@ -454,8 +454,6 @@ class Unit:
 
     def gradients(self) -> dict[str, Tensor]:
         """Name -> full reduced gradient, or anything where there is none; collective."""
-        if self.announce is not None:
-            self.announce(self, Exchange.GRADIENTS)
         return self.full(
             lambda chunk: chunk.gradients if chunk.has_sums else None, Exchange.GRADIENTS
         )

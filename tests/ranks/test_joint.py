@@ -56,7 +56,7 @@ def _second_derivative(model, x):
 
 
 def _loss(model, x):
-    """Gradients of the parameters are made too, and thrown away."""
+    """Gradients of the parameters are made too, and dropped."""
     with torch.enable_grad():
         loss = model(x).square().mean()
         loss.backward()
@@ -118,14 +118,14 @@ def test_every_rank_evaluates_its_own_steps(world_size, of_group):
             torch.testing.assert_close(gradient, expected, rtol=RTOL, atol=1e-6)
 
 
-def _read_gradients(rank, world_size, of_group, once):
-    """Gradients of a training step, held back or not, read in evaluation steps that not all ranks
-    run, and then by all.
+def _gradients_of_training(rank, world_size, once):
+    """They are there when an evaluation begins that rank 1 runs alone, and are what they were
+    after it, whatever its backward makes.
     """
-    group, device = torch.distributed.group.WORLD, torch.device("cpu")
-    model, steps, found = _model(), STEPS[:world_size], []
+    model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    collectives = GroupCollectives(group) if of_group else make_collectives(group, device)
+    device = torch.device("cpu")
+    collectives = make_collectives(torch.distributed.group.WORLD, device)
     engine = Zero3Engine(
         model,
         [optimizer],
@@ -139,189 +139,36 @@ def _read_gradients(rank, world_size, of_group, once):
             loss = model(_input(rank, 9)).square().mean()
         with engine.backward():
             loss.backward()
-
-    def read():
-        found.append([model[k].up.weight.grad.clone() for k in (1, 3)])
-
-    for step in range(steps[rank]):
-        context = engine.step()
-        with engine.joint.run(context) if step >= min(steps) else context, torch.no_grad():
-            if step:  # some ranks have read them before, and some have not
-                read()
-            model(_input(rank, step))
-    engine.joint.assist(max(steps) - steps[rank])
-    read()
-    return found
-
-
-@pytest.mark.parametrize("of_group", [False, True])
-@pytest.mark.parametrize("once", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_are_read_in_steps_that_not_all_ranks_run(world_size, once, of_group):
-    model = _model()
-    (
-        sum(model(_input(rank, 9)).square().mean() for rank in range(world_size)) / world_size
-    ).backward()
-    expected = [model[k].up.weight.grad for k in (1, 3)]
-    for rank, found in enumerate(
-        run_ranks(_read_gradients, world_size, of_group, once, timeout=60)
-    ):
-        assert len(found) == STEPS[rank]
-        for gradients in found:
-            torch.testing.assert_close(gradients, expected, rtol=RTOL, atol=1e-6)
-
-
-def _differentiate(rank, world_size, set_to_none):
-    """A backward in each step, read and cleared there, by the module; ranks that assist have
-    nothing to clear.
-    """
-    model, steps, found = _model(), STEPS[:world_size], []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    device = torch.device("cpu")
-    collectives = make_collectives(torch.distributed.group.WORLD, device)
-    engine = Zero3Engine(
-        model, [optimizer], device=device, collectives=collectives, unit_policy=[Block]
-    )
-    for step in range(steps[rank]):
-        context = engine.step()
-        with engine.joint.run(context) if step >= min(steps) else context:
-            model(_input(rank, step)).square().mean().backward()
-            found.append([model[k].up.weight.grad.clone() for k in (1, 3)])
-            model.zero_grad(set_to_none=set_to_none)
-    engine.joint.assist(max(steps) - steps[rank])
-    return found
-
-
-@pytest.mark.parametrize("set_to_none", [True])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_that_are_cleared_in_steps_that_not_all_ranks_run(world_size, set_to_none):
-    found = run_ranks(_differentiate, world_size, set_to_none, timeout=60)
-    for step in range(max(STEPS[:world_size])):
-        model, running = _model(), [rank for rank in range(world_size) if STEPS[rank] > step]
-        (sum(model(_input(rank, step)).square().mean() for rank in running) / world_size).backward()
-        for rank in running:
-            expected = [model[k].up.weight.grad for k in (1, 3)]
-            torch.testing.assert_close(found[rank][step], expected, rtol=RTOL, atol=1e-6)
-
-
-def _at_the_start(model, x):
-    model.zero_grad()
-    model(x).square().mean().backward()
-
-
-def _each_time(model, x):
-    for _ in range(2):
-        model.zero_grad()
-        model(x).square().mean().backward()
-
-
-def _one_block(model, x):
-    """What the others had is added to."""
-    model[2].zero_grad()
-    model(x).square().mean().backward()
-
-
-def _one_block_again(model, x):
-    model(x).square().mean().backward()
-    model[2].zero_grad()
-    model[3].up.zero_grad()
-    model(2 * x).square().mean().backward()
-
-
-def _clear_before(rank, world_size, evaluation, lasting):
-    """Gradients of training are there when evaluation steps begin, of which rank 0 has one and rank
-    1 three.
-    """
-    model, found = _model(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    device = torch.device("cpu")
-    collectives = make_collectives(torch.distributed.group.WORLD, device)
-    engine = Zero3Engine(
-        model, [optimizer], device=device, collectives=collectives, unit_policy=[Block]
-    )
-    engine.reducer.lasting = lasting  # as on a GPU
-
-    def train():
-        with engine.step():
-            loss = model(_input(rank, 9)).square().mean()
-        with engine.backward():
-            loss.backward()
-
-    if lasting:
-        train()
-        optimizer.zero_grad()
-    train()
-    for step in range(STEPS[rank]):
-        context = engine.step()
-        with engine.joint.run(context) if step >= min(STEPS[:world_size]) else context:
-            evaluation(model, _input(rank, step))
-            found.append([p.grad.clone() for p in model.parameters()])
-    engine.joint.assist(max(STEPS[:world_size]) - STEPS[rank])
-    train()  # is added to those of the last evaluation
-    model[0].up.weight.grad.norm()
-    engine.adopt_gradients()
-    found.append([p.grad.clone() for p in model.parameters()])
-    model.zero_grad()
-    return found
-
-
-@pytest.mark.parametrize("lasting", [False, True])
-@pytest.mark.parametrize("evaluation", [_at_the_start, _each_time, _one_block, _one_block_again])
-def test_gradients_that_are_cleared_before_a_backward_that_not_all_ranks_run(evaluation, lasting):
-    everyone, world_size = run_ranks(_clear_before, 2, evaluation, lasting, timeout=60), 2
-    alone = [_model() for _ in range(world_size)]  # each has the gradients of one rank
-
-    def require(found):
-        for parameters, gradient in zip(
-            zip(*(m.parameters() for m in alone), strict=True), found, strict=True
-        ):
-            expected = sum(p.grad for p in parameters if p.grad is not None) / world_size
-            torch.testing.assert_close(gradient, expected, rtol=RTOL, atol=1e-6)
-
-    for rank, model in enumerate(alone):
-        model(_input(rank, 9)).square().mean().backward()
-    for step in range(max(STEPS[:world_size])):
-        for rank, model in enumerate(alone):
-            # A rank that assists has a loss of nothing: it clears what the others clear.
-            evaluation(model, _input(rank, step)) if STEPS[rank] > step else evaluation(
-                model, torch.zeros(0, 6)
-            )
-        for rank, found in enumerate(everyone):
-            if STEPS[rank] > step:
-                require(found[step])
-    for rank, model in enumerate(alone):
-        model(_input(rank, 9)).square().mean().backward()
-    for found in everyone:
-        require(found[-1])
-
-
-def _change(rank, world_size):
-    """In place, in a step that rank 1 alone runs: rank 0 would keep its part as it was."""
-    model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    device = torch.device("cpu")
-    collectives = make_collectives(torch.distributed.group.WORLD, device)
-    engine = Zero3Engine(
-        model, [optimizer], device=device, collectives=collectives, unit_policy=[Block]
-    )
+    x = _input(rank, 0).requires_grad_()
     if rank == 0:
         engine.joint.assist(1)
-        return
-    with engine.joint.run(engine.step()):
-        model(_input(rank, 0)).square().mean().backward()
-        for change in (
-            lambda: model[0].up.weight.grad.mul_(2),
-            lambda: optimizer.zero_grad(set_to_none=False),
-        ):
-            with pytest.raises(
-                ResidencyError,
-                match="'0.up.weight' was assigned or changed in a step of an evaluation",
+    else:
+        with engine.joint.run(engine.step()):
+            model(x).square().mean().backward()
+            for use in (
+                lambda: model[0].up.weight.grad.norm(),
+                lambda: model[0].up.weight.grad.mul_(2),
+                lambda: optimizer.zero_grad(set_to_none=False),
             ):
-                change()
+                with pytest.raises(
+                    ResidencyError, match="(?s)'0.up.weight'.*evaluation that not all ranks run"
+                ):
+                    use()
+    return x.grad, [p.grad.clone() for p in model.parameters()]
 
 
-def test_gradients_that_are_changed_in_a_step_that_not_all_ranks_run():
-    run_ranks(_change, 2, timeout=60)
+@pytest.mark.parametrize("once", [False, True])
+def test_gradients_of_parameters_are_dropped_in_a_step_that_not_all_ranks_run(once):
+    (_, first), (of_input, second) = run_ranks(_gradients_of_training, 2, once, timeout=60)
+    model = _model()
+    (sum(model(_input(rank, 9)).square().mean() for rank in range(2)) / 2).backward()
+    for found in (first, second):
+        torch.testing.assert_close(
+            found, [p.grad for p in model.parameters()], rtol=RTOL, atol=1e-6
+        )
+    x = _input(1, 0).requires_grad_()
+    model(x).square().mean().backward()
+    torch.testing.assert_close(of_input, x.grad, rtol=RTOL, atol=1e-6)
 
 
 def _step_alone(rank, world_size):
@@ -337,9 +184,8 @@ def _step_alone(rank, world_size):
         engine.joint.assist(1)
     else:
         with engine.joint.run(engine.step()):
-            model(_input(rank, 0)).square().mean().backward()
+            model(_input(rank, 0))
             optimizer.step()
-            optimizer.zero_grad()
     with pytest.raises(
         DivergenceError,
         match="Param group 0 of SGD had gradients .* on rank 1 alone; rank 0 did not",
