@@ -13,14 +13,12 @@ shared flags
 """
 
 from .exchange_log import (
-    ASSIGNED,
     CLEARED,
     LOOK_FOR,
     DivergenceError,
     ExchangeLog,
     Meeting,
     Setting,
-    checksum,
     digest,
     first_difference,
     require_same_settings,
@@ -35,7 +33,6 @@ from .shared_memory import SharedMemoryCollectives
 from .timers import CallTimer, CollectiveTimer, HostClock, make_clock
 
 __all__ = [
-    "ASSIGNED",
     "CLEARED",
     "LOOK_FOR",
     "ROOM",
@@ -53,7 +50,6 @@ __all__ = [
     "Setting",
     "SharedMemoryCollectives",
     "Work",
-    "checksum",
     "digest",
     "first_difference",
     "make_clock",

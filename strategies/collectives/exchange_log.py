@@ -10,12 +10,10 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-# a parameter's name; "written", "stored" or "gradients"; the checksum of the values
+# a parameter's name; "written", "stored" or "assigned"; the checksum of the values
 NamedChecksum = tuple[str, str, int]
 # an optimizer's class, the number of a param group, an option and its value
 Setting = tuple[str, int, str, float]
-# an option that begins so stands for the checksum of an assigned gradient, not for a setting
-ASSIGNED = "gradient that was assigned to parameter "
 # an option that begins so counts the gradients of a group that lacks one
 CLEARED = "gradients, without that of parameter "
 _MAX_STEP_SETTINGS = 10_000  # a longer list of step settings is replaced by its digest
@@ -89,7 +87,7 @@ def first_difference(everyone: Sequence[Sequence[int]], describe: Callable[[int]
 
 
 def require_same_values(everyone: Sequence[Sequence[NamedChecksum]]) -> None:
-    """Require that all ranks wrote the same values to parameters, and read the same gradients.
+    """Require that all ranks wrote the same values to parameters, and to their gradients.
 
     Args:
         everyone: of each rank, what its :meth:`ExchangeLog.checksums` returned.
@@ -116,12 +114,12 @@ def require_same_values(everyone: Sequence[Sequence[NamedChecksum]]) -> None:
             " stored its own part. Do it on all ranks with the same values, or in `with"
             " strategy.gathered(module, modify=True):`, where rank 0's count."
         )
-    if kind == "gradients":
+    if kind == "assigned":
         raise DivergenceError(
-            f"Each rank assigned a gradient of its own to parameter {name!r}, and `parameter.grad`"
-            " was read after that: the value read is put together from all ranks' parts. Assign the"
-            " same gradient on all ranks: `torch.distributed.all_reduce(g)`, then `p.grad = g`; to"
-            " drop a gradient call `zero_grad()`."
+            f"Each rank assigned a gradient of its own to parameter {name!r}, or changed it in its"
+            " own way: it is put together from all ranks' parts. Assign the same gradient on all"
+            " ranks: `torch.distributed.all_reduce(g)`, then `p.grad = g`, or compute it on one"
+            " rank and broadcast it (`DataOptions(distinct_rank_rng=False)` for noise)."
         )
 
 
@@ -140,13 +138,6 @@ def require_same_settings(everyone: Sequence[Sequence[Setting]]) -> None:
             optimizer, group, option, _ = setting
             if option.startswith("gradients"):
                 raise _gradient_error(setting, expected, value, rank)
-            if option.startswith(ASSIGNED):
-                raise DivergenceError(
-                    f"The {option} is not the same on ranks 0 and {rank}, or one has none: each"
-                    " steps its part of the model with its own. `torch.distributed.all_reduce(g)`"
-                    " first, and assign the result (`p.grad = g`), or compute it on one rank and"
-                    " broadcast it (`DataOptions(distinct_rank_rng=False)` for noise)."
-                )
             raise DivergenceError(
                 f"{option!r} of param group {group} of {optimizer} is {expected} on rank 0 and"
                 f" {value} on rank {rank}: each would step its part of the model with its own. Set"
@@ -205,9 +196,9 @@ def checksum(values: Tensor) -> Tensor:
     return total
 
 
-def fold(total: Tensor, before: Tensor | None) -> Tensor:
+def fold(total: Tensor, before: Tensor) -> Tensor:
     """Combine the checksum ``before`` with the later one ``total``, in this order."""
-    return total if before is None else total + before * 0x14CB5EB1  # odd: no bit is lost
+    return total + before * 0x14CB5EB1  # odd: no bit is lost
 
 
 def digest(labels: Iterable[int], entries: Sequence[NamedChecksum | Setting]) -> int:
@@ -225,11 +216,7 @@ class ExchangeLog:
         trace: first a number that all ranks have had since they last agreed or began a step (-1:
             exchanges of two ranks cannot be matched by position), then the labels of the exchanges
             since.
-        writes_in_step: checksum by name of the parameters that forwards have changed since the last
-            comparison.
-        writes_between_steps: the same for changes between steps; only a comparison drops them.
-        gradient_reads: the same for gradients that users assigned and that were read from all
-            ranks' parts since.
+        has_stored: whether parameters were changed between steps since the last comparison.
         describe: returns in words what a label stands for, for errors.
         settings: returns what else must be the same on all ranks.
         step_settings: settings of each optimizer step since the last comparison.
@@ -242,12 +229,10 @@ class ExchangeLog:
     def __init__(self) -> None:
         self._agreements = self._resumed = 0
         self.trace = [0]
-        self.writes_in_step: dict[str, Tensor] = {}
-        self.writes_between_steps: dict[str, Tensor] = {}
-        self.gradient_reads: dict[str, Tensor] = {}
-        # by name and `in_step`: exchanges begun at the last write, and the checksum of its values
-        self._exchanges: dict[tuple[str, bool], int] = {}
-        self._latest: dict[tuple[str, bool], Tensor] = {}
+        self.has_stored = False
+        # by parameter and kind: checksums of all values since the last comparison, and of the last
+        self._writes: dict[tuple[str, str], Tensor] = {}
+        self._latest: dict[tuple[str, str], Tensor] = {}
         self.describe: Callable[[int], str] = str
         self.settings: Callable[[], list[Setting]] = list
         self.step_settings: list[Setting] = []
@@ -255,27 +240,21 @@ class ExchangeLog:
         self.steps = 0
         self.progress: MutableSequence[int] | memoryview = [-1, 0]
 
-    def record_write(self, name: str, values: Tensor, in_step: bool) -> None:
-        """Record that parameter ``name`` was changed to ``values``, in a step or between steps."""
-        # A write replaces the record of an earlier one only if no exchange lies between the two:
-        # after an exchange the new values may come from a gather of all ranks' parts, and be the
-        # same on all ranks although the earlier ones were not. The same value again counts once: a
-        # forward that clamps a weight runs more often on a rank with more batches to evaluate.
-        # Values that change and change back count each time: ranks that assist gather their own
-        # parts as they were.
-        sums = self.writes_in_step if in_step else self.writes_between_steps
-        key, total = (name, in_step), checksum(values)
-        latest, self._latest[key] = self._latest.get(key, total), total
-        if self._exchanges.get(key) != self.progress[1] and name in sums:
-            total = torch.where(total == latest, sums[name], fold(total, sums[name]))
-        sums[name], self._exchanges[key] = total, self.progress[1]
+    def record_write(self, name: str, kind: str, values: Tensor) -> None:
+        """Record that parameter ``name`` was changed to ``values``.
 
-    def record_gradient_read(self, name: str, assigned: Tensor) -> None:
-        """Record that the gradient of parameter ``name`` was read from all ranks' parts.
-
-        ``assigned`` is the checksum of the gradient that this rank had assigned.
+        ``kind`` is "written" (in a step), "stored" (between steps) or "assigned" (its gradient).
         """
-        self.gradient_reads[name] = fold(assigned, self.gradient_reads.get(name))
+        # All values count, and not the last alone: that may come from a gather of all ranks' parts,
+        # and be the same on all ranks although the earlier ones were not. The same value again
+        # counts once: a forward that clamps a weight runs more often on a rank with more batches to
+        # evaluate.
+        key, total = (name, kind), checksum(values)
+        latest, self._latest[key] = self._latest.get(key, total), total
+        if (before := self._writes.get(key)) is not None:
+            total = torch.where(total == latest, before, fold(total, before))
+        self._writes[key] = total
+        self.has_stored |= kind == "stored"
 
     def record_backward(self, gradients: list[Setting]) -> None:
         """Record the ``gradients`` that there are when a backward, which adds to them, begins."""
@@ -302,20 +281,13 @@ class ExchangeLog:
         return [*self.settings(), *self.step_settings, *self.backward_settings]
 
     def checksums(self) -> list[NamedChecksum]:
-        """Return checksums of writes and gradient reads, in one order on all ranks.
+        """Return checksums of writes, in one order on all ranks.
 
         It waits for the device.
         """
-        records = {
-            "stored": self.writes_between_steps,
-            "written": self.writes_in_step,
-            "gradients": self.gradient_reads,
-        }
-        names = [(name, kind) for kind, sums in records.items() for name in sorted(sums)]
-        totals = (
-            torch.stack([records[kind][name] for name, kind in names]).tolist() if names else []
-        )
-        return [(name, kind, total) for (name, kind), total in zip(names, totals, strict=True)]
+        keys = sorted(self._writes)
+        totals = torch.stack([self._writes[key] for key in keys]).tolist() if keys else []
+        return [(*key, total) for key, total in zip(keys, totals, strict=True)]
 
     def digest(self, checksums: Sequence[NamedChecksum]) -> int:
         """Return 62 bits of the trace, the ``checksums`` and all settings."""
@@ -329,9 +301,8 @@ class ExchangeLog:
         self.trace[:] = [self._agreements << 16]
 
     def clear_records(self) -> None:
-        """Clear writes, gradient reads and step settings after all ranks have compared them."""
-        self.writes_in_step, self.writes_between_steps = {}, {}
-        self.gradient_reads, self.step_settings = {}, []
+        """Clear writes and step settings after all ranks have compared them."""
+        self._writes, self.step_settings, self.has_stored = {}, [], False
 
     def suspend_trace(self) -> None:
         """Mark that from here on exchanges of two ranks cannot be matched by position."""

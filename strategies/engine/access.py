@@ -107,7 +107,9 @@ class Access:
             return
         tensor = tensor.detach().broadcast_to(entry.size)
         self._collectives.exchange_log.record_write(
-            entry.name, tensor.to(entry.chunk.values.device, entry.dtype), self.in_step
+            entry.name,
+            "written" if self.in_step else "stored",
+            tensor.to(entry.chunk.values.device, entry.dtype),
         )
         with torch.no_grad():
             entry.part_of(entry.chunk.values).copy_(entry.cut(tensor))

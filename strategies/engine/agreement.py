@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ..collectives import (
@@ -11,7 +9,6 @@ from ..collectives import (
     DivergenceError,
     LocalCollectives,
     Meeting,
-    Setting,
     digest,
     first_difference,
     require_same_settings,
@@ -28,20 +25,16 @@ _VERBS = (
 )
 
 
-def compare_notes(collectives: LocalCollectives, assigned: Sequence[Setting] = ()) -> None:
-    """What ranks have written, read and stepped with since the last agreement, where no backward
-    will compare it; collective.
-
-    Args:
-        collectives: whose exchange_log has it.
-        assigned: gradients of users, which are alike, too.
+def compare_notes(collectives: LocalCollectives) -> None:
+    """What ranks have written and stepped with since the last agreement, where no backward will
+    compare it; collective.
 
     Raises:
         DivergenceError: naming a parameter or an option.
     """
     exchange_log = collectives.exchange_log
     written = exchange_log.checksums()
-    stepped = [*exchange_log.step_settings, *assigned]
+    stepped = exchange_log.step_settings
     number = digest((), [*written, *stepped])
     most, least = collectives.agree(
         torch.tensor([number, -number], device="cpu"), Meeting.NOTES

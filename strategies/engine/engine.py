@@ -361,9 +361,7 @@ class Zero3Engine:
 
     def _enter_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
         if graph_task() == NO_GRAPH_TASK:
-            if self.collectives.exchange_log.writes_between_steps and not (
-                self.access.in_step or unit.lent
-            ):
+            if self.collectives.exchange_log.has_stored and not (self.access.in_step or unit.lent):
                 # where no rank but this one has stored anything, the next exchange of the others
                 # tells
                 with apart():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..collectives import ASSIGNED, CLEARED, ExchangeLog, Setting, checksum
+from ..collectives import CLEARED, ExchangeLog, Setting
 from .chunk import Chunk, Entry
 from .reduction import Reducer
 from .sharded import ResidencyError
@@ -31,7 +31,6 @@ class Gradients:
         self._incomplete: dict[Entry, str] = {}  # why its gradient must be cleared
         # of the unit asked for last, by name: usually its others are asked for next
         self._full: dict[str, Tensor] = {}
-        self._sums: dict[Entry, Tensor] = {}  # of gradients that users assigned or changed
         self.over = False  # freed before the user cleared them
 
     # --------------------------------------------------------------------------------- a backward
@@ -171,7 +170,6 @@ class Gradients:
         for number, entries in enumerate(groups):
             shown = bytes([self._shown[entry.number] for entry in entries])
             settings += self._present(optimizer, number, entries, shown)
-            settings += self._sums_in(optimizer, number, entries)
         self._exchange_log.record_step(settings)
 
     def _present(
@@ -183,18 +181,6 @@ class Gradients:
             without = [e.name for e, is_shown in zip(entries, shown, strict=True) if not is_shown]
             found[:0] = [(optimizer, group, f"{CLEARED}{name!r}", 1) for name in without]
         return found
-
-    def assigned_sums(self) -> list[Setting]:
-        """Of gradients that users assigned or changed and that are still there."""
-        return self._sums_in("an optimizer", 0, self.trained)
-
-    def _sums_in(self, optimizer: str, group: int, entries: Sequence[Entry]) -> list[Setting]:
-        found = [entry for entry in entries if entry in self._sums] if self._sums else []
-        totals = torch.stack([self._sums[entry] for entry in found]).tolist() if found else []
-        return [
-            (optimizer, group, f"{ASSIGNED}{entry.name!r}", total)
-            for entry, total in zip(found, totals, strict=True)
-        ]
 
     # ----------------------------------------------------------------------------- `parameter.grad`
 
@@ -226,9 +212,6 @@ class Gradients:
         unit = self._units[entry.unit]
         if entry.name not in self._full:
             self._full = unit.gradients()
-            for each in unit.trained:
-                if each in self._sums:
-                    self._exchange_log.record_gradient_read(each.name, self._sums[each])
         return self._full[entry.name].clone()
 
     def forget(self) -> None:
@@ -246,7 +229,7 @@ class Gradients:
         if grad.layout != torch.strided:
             grad = grad.to_dense()  # before ranks part that own nothing of it
         grad = grad.detach().as_subclass(Tensor)
-        self._sums[entry] = checksum(grad.to(entry.chunk.values.device))
+        self._exchange_log.record_write(entry.name, "assigned", grad.to(entry.chunk.values.device))
         if entry.name in self._full:
             self._full[entry.name].copy_(grad)
         self.room_for(entry).copy_(entry.cut(grad))
@@ -264,10 +247,8 @@ class Gradients:
         number = entry.number
         self.used[number] = self._shown[number] = self.reducer.written[number] = 0
         entry.assigned += 1
-        if self._incomplete or self._sums or self._full:
-            self._incomplete.pop(entry, None)
-            self._sums.pop(entry, None)
-            self._full.pop(entry.name, None)
+        self._incomplete.pop(entry, None)
+        self._full.pop(entry.name, None)
         entry.chunk.was_cleared = True
 
     def take_away(self) -> None:

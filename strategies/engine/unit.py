@@ -362,7 +362,7 @@ class Unit:
                         " Change it outside of its layer's forward, under `torch.no_grad()`."
                     )
                 values = slot[offset : offset + entry.size.numel()]
-                self._collectives.exchange_log.record_write(entry.name, values, in_step=True)
+                self._collectives.exchange_log.record_write(entry.name, "written", values)
                 mine = entry.part_of(chunk.shard_of(slot, self._collectives.rank))
                 with torch.no_grad():
                     entry.part_of(chunk.values).copy_(mine)

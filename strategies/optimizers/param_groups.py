@@ -87,7 +87,7 @@ class ParamGroups:
         self._require_possible(engine)
         engine.adopt_gradients()
         engine.gradients.require_complete(engine.gradients.trained)
-        compare_notes(engine.collectives, engine.gradients.assigned_sums())
+        compare_notes(engine.collectives)
         before = [engine.steps[optimizer] for optimizer in self._optimizers]
         for step in before:
             step.hand_over()

@@ -19,7 +19,7 @@ def sliced_gradients(engine: Zero3Engine) -> dict[str, SlicedTensor]:
     """
     engine.adopt_gradients()
     engine.gradients.require_complete(engine.gradients.trained)
-    compare_notes(engine.collectives, engine.gradients.assigned_sums())
+    compare_notes(engine.collectives)
     return {
         name: _slice_gradient(engine, place)
         for name, place in _trained_places(engine)

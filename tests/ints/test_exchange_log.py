@@ -59,8 +59,8 @@ def test_steps_without_a_backward_are_bounded_and_compared():
 def test_what_a_value_is_of_counts(note):
     assert ExchangeLog().digest([("w", "written", 1)]) != ExchangeLog().digest([note])
     mine, theirs = ExchangeLog(), ExchangeLog()
-    mine.record_step([("Adam", 0, "gradient that was assigned to parameter 'v'", 0)])
-    theirs.record_step([("Adam", 0, "gradient that was assigned to parameter 'w'", 0)])
+    mine.record_step([("Adam", 0, "gradients, without that of parameter 'v'", 0)])
+    theirs.record_step([("Adam", 0, "gradients, without that of parameter 'w'", 0)])
     assert mine.digest([]) != theirs.digest([])
 
 
@@ -68,9 +68,9 @@ def test_what_was_stored_is_not_forgotten_by_what_is_written():
     """Values of a rank's own, then an exchange: what is stored after it may be made of them."""
     ranks = [ExchangeLog(), ExchangeLog()]
     for rank, exchange_log in enumerate(ranks):
-        exchange_log.record_write("w", torch.tensor(float(rank)), in_step=False)
+        exchange_log.record_write("w", "stored", torch.tensor(float(rank)))
         exchange_log.progress[1] += 1
-        exchange_log.record_write("w", torch.tensor(5.0), in_step=True)
-        exchange_log.record_write("w", torch.tensor(5.0), in_step=False)
+        exchange_log.record_write("w", "written", torch.tensor(5.0))
+        exchange_log.record_write("w", "stored", torch.tensor(5.0))
     with pytest.raises(DivergenceError, match="'w' was stored between steps"):
         require_same_values([exchange_log.checksums() for exchange_log in ranks])

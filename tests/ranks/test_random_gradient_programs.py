@@ -34,19 +34,6 @@ class Net(nn.Module):
         return self.c(x if shortcut else self.b(self.a(x))) + self.empty.sum()
 
 
-class Halving(torch.optim.SGD):
-    """Puts other gradients in the place of those that it finds, as long as it is told to."""
-
-    halves = False
-
-    def step(self):
-        for group in self.param_groups if self.halves else ():
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad = p.grad / 2
-        super().step()
-
-
 class Training:
     """A model in training, what its user keeps, and what was seen."""
 
@@ -58,7 +45,9 @@ class Training:
             [*net.b.parameters(), *net.c.parameters()],
         ]
         params = halves if groups == 2 else [sum(halves, [])]
-        self.optimizer = Halving([{"params": each} for each in params], lr=0.01, momentum=momentum)
+        self.optimizer = torch.optim.SGD(
+            [{"params": each} for each in params], lr=0.01, momentum=momentum
+        )
         options = {"device": torch.device("cpu"), "collectives": collectives}
         self.engine = Zero3Engine(net, [self.optimizer], **options) if collectives else None
         self.seen = []
@@ -78,8 +67,7 @@ class Training:
         with self.engine.backward():
             loss.backward()
 
-    def step(self, halves):
-        self.optimizer.halves = halves
+    def step(self):
         self.optimizer.step()
 
     def clip(self):
@@ -126,7 +114,7 @@ def write(rng, groups):
     a_name, a_flag = lambda: rng.choice(NAMES), lambda: rng.random() < 0.5
     arguments = {
         "clip": (),
-        "step": (a_flag,),
+        "step": (),
         "backward": (lambda: rng.random() < 0.25,),
         "read": (a_name,),
         "assign": (a_name, lambda: rng.randint(1, 9)),

@@ -189,24 +189,13 @@ STEPS = {
     _step_without_gradients_of_its_own: (
         "gradients, without that of parameter 'net.0.bias' (in step 1 since"
     ),
-    _step_with_the_same_gradient_elsewhere: (
-        "gradient that was assigned to parameter 'net.0.bias' (in step 1 since the last"
-    ),
-    _step_with_an_own_gradient: (
-        "gradient that was assigned to parameter 'net.1.bias' (in step 1 since the last"
-        " backward) is"
-    ),
-    _step_with_a_changed_gradient: (
-        "gradient that was assigned to parameter 'net.1.bias' (in step 1 since the last backward)"
-    ),
-    _step_with_own_gradients_that_are_reduced: (
-        "Each rank assigned a gradient of its own to parameter 'net.0.bias', and"
-    ),
-    _step_with_own_gradients_that_are_clipped: (
-        "Each rank assigned a gradient of its own to parameter 'net.0.bias', and"
-    ),
+    _step_with_the_same_gradient_elsewhere: "assigned a gradient of its own to parameter 'net.0.",
+    _step_with_an_own_gradient: "assigned a gradient of its own to parameter 'net.1.bias'",
+    _step_with_a_changed_gradient: "assigned a gradient of its own to parameter 'net.1.bias'",
+    _step_with_own_gradients_that_are_reduced: "assigned a gradient of its own to parameter 'net.",
+    _step_with_own_gradients_that_are_clipped: "assigned a gradient of its own to parameter 'net.",
     _step_with_what_was_mixed_before_it_was_cleared: (
-        "Each rank assigned a gradient of its own to parameter 'net.0.bias'"
+        "assigned a gradient of its own to parameter 'net.0.bias'"
     ),
 }
 
