@@ -25,9 +25,14 @@ from .exchange_log import (
     require_same_values,
 )
 from .factory import make_collectives, make_hybrid_collectives
-from .label_checked import ComparedCollectives
 from .pairwise import PairwiseCollectives
-from .process_group import GroupCollectives, LocalCollectives, Pending, Work
+from .process_group import (
+    ComparedCollectives,
+    GroupCollectives,
+    LocalCollectives,
+    Pending,
+    Work,
+)
 from .rounding import ROOM, narrow, widen
 from .shared_memory import SharedMemoryCollectives
 from .timers import CallTimer, CollectiveTimer, HostClock, make_clock

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .hybrid import HybridCollectives
-from .label_checked import ComparedCollectives
 from .pairwise import PairwiseCollectives
-from .process_group import GroupCollectives, LocalCollectives
+from .process_group import ComparedCollectives, GroupCollectives, LocalCollectives
 from .shared_memory import SharedMemoryCollectives
 
 

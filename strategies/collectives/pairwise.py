@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange_log import Meeting
 from .process_group import GroupCollectives, Pending, Work
 
 _send, _recv = dist.ProcessGroup.send, dist.ProcessGroup.recv
@@ -28,13 +27,12 @@ class PairwiseCollectives(GroupCollectives):
 
     # Message tags. hazard: payloads of different exchanges must never meet, so the tag of a payload
     # includes the label.
-    _LABEL, _AGREE, _GATHER, _REDUCE, _TAGS = 0, 1, 2, 3, 4
+    _LABEL, _GATHER, _REDUCE, _TAGS = 0, 1, 2, 3
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self._labels: dict[int, Tensor] = {}  # label -> [1], to send
         self._spare_labels: list[Tensor] = []  # [1], to receive labels in
-        self._votes: dict[int, Tensor] = {}  # number of values -> [world_size, numel]
         self._others = [r for r in range(self.world_size) if r != self.rank]
         self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._staged_bytes = 0  # bytes of the staging that sums in flight use
@@ -77,16 +75,16 @@ class PairwiseCollectives(GroupCollectives):
     ) -> list[Any]:
         """Begin to send ``sent[r]`` to each rank r and to receive ``arriving[r]`` from it."""
         self.exchange_log.progress[1] += 1
-        tag = kind if label < 0 else kind + self._TAGS * label
+        tag = kind + self._TAGS * label
         works: list[Any] = [self._exchange_label(label)]
         works += [_recv(self._group, [arriving[r]], r, tag) for r in self._others]
         works += [_send(self._group, [sent[r]], r, tag) for r in self._others]
         return works
 
-    def meet(self, meeting: Meeting) -> None:
+    def meet(self, label: int) -> None:
         """See :meth:`LocalCollectives.meet`."""
         self.exchange_log.progress[1] += 1
-        self._exchange_label(meeting).wait()
+        self._exchange_label(label).wait()
 
     def _exchange_label(self, label: int) -> _LabelExchange:
         """Begin to send ``label`` to the other ranks and to receive theirs."""
@@ -104,26 +102,6 @@ class PairwiseCollectives(GroupCollectives):
         ]
         works += [_send(self._control, [sent], r, self._LABEL) for r in self._others]
         return _LabelExchange(self, label, arriving, works)
-
-    def agree(self, values: Tensor, meeting: Meeting = Meeting.AGREEMENT) -> Tensor:
-        """See :meth:`LocalCollectives.agree`."""
-        if self.world_size > 8:  # the number of pairs grows with the square of the ranks
-            self.meet(meeting)
-            return super().agree(values, meeting)
-        numel = values.numel()
-        if numel not in self._votes:
-            # An inference tensor could not be written to outside of inference mode, where later
-            # agreements use it.
-            with torch.inference_mode(False):
-                self._votes[numel] = torch.empty(
-                    self.world_size, numel, dtype=torch.int64, device="cpu"
-                )
-        votes = self._votes[numel]
-        votes[self.rank] = values
-        sent = [votes[self.rank]] * self.world_size
-        for work in self._begin_exchange(meeting, self._AGREE, votes, sent):
-            work.wait()
-        return torch.amax(votes, 0, out=values)
 
     def _reserve_staging(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory [1 or 2, numel] for arriving shards that no other sum in flight uses."""

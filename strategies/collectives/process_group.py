@@ -97,11 +97,11 @@ class LocalCollectives:
         """Bytes of memory that the communicator keeps between exchanges."""
         return 0
 
-    def meet(self, meeting: Meeting) -> None:
-        """Compare ``meeting`` with the other ranks, now or at the next agreement.
+    def meet(self, label: int) -> None:
+        """Compare ``label`` with the other ranks, now or at the next agreement.
 
         Raises:
-            DivergenceError: a rank comes to another meeting, and the communicator compares now.
+            DivergenceError: a rank comes with another label, and the communicator compares now.
         """
 
     def all_gather(self, buffer: Tensor, label: int = 0) -> Work:
@@ -213,6 +213,7 @@ class GroupCollectives(LocalCollectives):
 
     def all_gather(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.all_gather`."""
+        # `meet`, without a call
         self.exchange_log.progress[1] += 1
         self.exchange_log.trace.append(label)
         work = _all_gather(
@@ -222,6 +223,7 @@ class GroupCollectives(LocalCollectives):
 
     def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.reduce_scatter`."""
+        # `meet`, without a call
         self.exchange_log.progress[1] += 1
         self.exchange_log.trace.append(label)
         output = shard = buffer.view(self.world_size, -1)[self.rank]
@@ -232,8 +234,7 @@ class GroupCollectives(LocalCollectives):
 
     def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.all_to_all`."""
-        self.exchange_log.progress[1] += 1
-        self.exchange_log.trace.append(label)
+        self.meet(label)
         # As bytes, because gloo does not know every dtype.
         dist.all_to_all_single(
             arriving.view(torch.uint8), sent.view(torch.uint8), group=self._group
@@ -246,9 +247,10 @@ class GroupCollectives(LocalCollectives):
         dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=self._group)
         return tensor
 
-    def meet(self, meeting: Meeting) -> None:
+    def meet(self, label: int) -> None:
         """See :meth:`LocalCollectives.meet`; ranks compare at the end of the backward."""
-        self.exchange_log.trace.append(meeting)
+        self.exchange_log.progress[1] += 1
+        self.exchange_log.trace.append(label)
 
     def require_same_label(self, label: int, rank: int, other: int) -> None:
         """Raise :class:`DivergenceError` if ``other``, the label of ``rank``, is not ``label``."""
@@ -262,8 +264,7 @@ class GroupCollectives(LocalCollectives):
 
     def agree(self, values: Tensor, meeting: Meeting = Meeting.AGREEMENT) -> Tensor:
         """See :meth:`LocalCollectives.agree`."""
-        self.exchange_log.progress[1] += 1
-        self.exchange_log.trace.append(meeting)
+        self.meet(meeting)
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self._control)
         return values
 
@@ -280,3 +281,34 @@ class GroupCollectives(LocalCollectives):
         values: list[object] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._control)
         return values
+
+
+class ComparedCollectives(GroupCollectives):
+    """Collectives of a group, before each of which every rank gets the labels of the others.
+
+    For gloo with CUDA tensors, where the host waits for each exchange anyway: ranks that are about
+    to run different exchanges raise at once, instead of mixing their tensors or waiting for each
+    other for ever.
+    """
+
+    def all_gather(self, buffer: Tensor, label: int = 0) -> Work:
+        """See :meth:`LocalCollectives.all_gather`."""
+        self._require_same_labels(label)
+        return super().all_gather(buffer, label)
+
+    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Work:
+        """See :meth:`LocalCollectives.reduce_scatter`."""
+        self._require_same_labels(label)
+        return super().reduce_scatter(buffer, label)
+
+    def meet(self, label: int) -> None:
+        """See :meth:`LocalCollectives.meet`."""
+        self._require_same_labels(label)
+        super().meet(label)
+
+    def _require_same_labels(self, label: int) -> None:
+        with torch.inference_mode(False):
+            labels = list(torch.empty(self.world_size, 1, dtype=torch.int64, device="cpu"))
+            dist.all_gather(labels, torch.tensor([label], device="cpu"), group=self._control)
+        for rank, other in enumerate(labels):
+            self.require_same_label(label, rank, int(other))

@@ -35,7 +35,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
     def __init__(self, group: dist.ProcessGroup, flags: SharedFlags, ballots: list[Tensor]) -> None:
         super().__init__(group)
         self.flags, self.others = flags, self._others
-        self.unread: list[_Gather | _ReadAtOnce] = []  # exchanges of which this rank has to read
+        self.unread: list[_Exchange] = []  # exchanges of which this rank has to read
         flags.on_wait, flags.require_same_label = self._read, self.require_same_label
         # address, bytes, the block of each rank
         self._blocks: list[tuple[int, int, list[Tensor]]] = []
@@ -100,7 +100,9 @@ class SharedMemoryCollectives(PairwiseCollectives):
         if buffers is None:
             return super().all_gather(buffer, label)
         self.exchange_log.progress[1] += 1
-        return _Gather(self, label, buffer, buffers)
+        gather = _Gather(self, label, buffer, buffers)
+        gather.read()  # the last rank to come need not wait for the others then
+        return gather
 
     def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.reduce_scatter`."""
@@ -134,6 +136,8 @@ class SharedMemoryCollectives(PairwiseCollectives):
 class _Exchange(Pending):
     """An exchange that this rank has posted, in which ranks read from each other's memory.
 
+    This rank reads the parts of all ranks at once, when all have posted.
+
     Args:
         label: the label to post.
         result: the return value of :meth:`wait`.
@@ -146,73 +150,6 @@ class _Exchange(Pending):
         super().__init__(result)
         self._communicator, self._label, self._parts = communicator, label, parts
         self._number = communicator.flags.post(label)
-
-    def _wait_for_post(self, rank: int) -> None:
-        """Wait until ``rank`` has posted the exchange; raise if its label differs."""
-        self._communicator.require_same_label(
-            self._label, rank, self._communicator.flags.wait_for_post(rank, self._number)
-        )
-
-    def _finish(self) -> None:
-        """Post that this rank has read all it needs, and wait until the others have."""
-        self._communicator.flags.finish(self._number)
-        self._communicator.flags.wait_until_read(self._number)
-
-
-class _Label(_Exchange):
-    """Compares labels and does nothing else."""
-
-    def wait(self) -> Tensor:
-        """Wait until all ranks have posted; raise if a label differs."""
-        for rank in self._communicator.others:
-            self._wait_for_post(rank)
-        return self._result
-
-
-class _Gather(_Exchange):
-    """Copies the shards of the other ranks.
-
-    It copies at once from ranks that have posted already, so that the last rank to come finds that
-    the others have read.
-    """
-
-    def __init__(
-        self, communicator: SharedMemoryCollectives, label: int, result: Tensor, parts: list[Tensor]
-    ) -> None:
-        super().__init__(communicator, label, result, parts)
-        self._unread = list(communicator.others)
-        communicator.unread.append(self)
-        self.read()
-
-    def read(self) -> None:
-        """Copy the shards of ranks that have posted by now."""
-        for rank in tuple(self._unread):
-            if self._communicator.flags.is_posted(rank, self._number, self._label):
-                self._parts[self._communicator.rank][rank].copy_(self._parts[rank][rank])
-                self._unread.remove(rank)
-        if not self._unread:
-            self._communicator.flags.finish(self._number)
-            self._communicator.unread.remove(self)
-
-    def wait(self) -> Tensor:
-        """See :meth:`Work.wait`."""
-        for rank in tuple(self._unread):
-            self._wait_for_post(rank)
-        if self._unread:
-            self.read()
-        # hazard: others still read this shard while a module writes to its weights, or while
-        # another unit gets the buffer
-        self._finish()
-        return self._result
-
-
-class _ReadAtOnce(_Exchange):
-    """Reads the parts of all ranks at once, when all have posted."""
-
-    def __init__(
-        self, communicator: SharedMemoryCollectives, label: int, result: Tensor, parts: list[Tensor]
-    ) -> None:
-        super().__init__(communicator, label, result, parts)
         communicator.unread.append(self)
 
     def read_parts(self) -> None:
@@ -221,31 +158,50 @@ class _ReadAtOnce(_Exchange):
 
     def read(self) -> None:
         """Read the parts if all ranks have posted by now."""
-        if all(
-            self._communicator.flags.is_posted(rank, self._number, self._label)
-            for rank in self._communicator.others
-        ):
-            self.read_parts()
-            self._communicator.unread.remove(self)
-            self._communicator.flags.finish(self._number)
-
-    def wait(self) -> Tensor:
-        """See :meth:`Work.wait`."""
         communicator = self._communicator
         for rank in communicator.others:
-            self._wait_for_post(rank)
+            if not communicator.flags.is_posted(rank, self._number, self._label):
+                return
+        self.read_parts()
+        communicator.unread.remove(self)
+        communicator.flags.finish(self._number)
+
+    def wait(self) -> Tensor:
+        """See :meth:`Work.wait`; raise if a rank has posted another label."""
+        communicator = self._communicator
         if self in communicator.unread:
+            for rank in communicator.others:
+                label = communicator.flags.wait_for_post(rank, self._number)
+                communicator.require_same_label(self._label, rank, label)
+        if self in communicator.unread:  # it may have been read while this rank waited
             self.read()
         # hazard: the caller overwrites memory that other ranks still read
         communicator.flags.wait_until_read(self._number)
         return self._result
 
 
-class _Sum(_ReadAtOnce):
+class _Label(_Exchange):
+    """Compares labels and does nothing else."""
+
+    def read_parts(self) -> None:
+        """See :meth:`_Exchange.read_parts`."""
+
+
+class _Gather(_Exchange):
+    """Copies the shards of the other ranks."""
+
+    def read_parts(self) -> None:
+        """See :meth:`_Exchange.read_parts`."""
+        mine = self._parts[self._communicator.rank]
+        for rank in self._communicator.others:
+            mine[rank].copy_(self._parts[rank][rank])
+
+
+class _Sum(_Exchange):
     """Adds up the parts in rank order, into this rank's part."""
 
     def read_parts(self) -> None:
-        """See :meth:`_ReadAtOnce.read_parts`."""
+        """See :meth:`_Exchange.read_parts`."""
         # No other rank reads this part of rank 0's block, so it may hold the partial sum. From this
         # rank's own part on, which the sum has then read, the sum lies there.
         partial = self._parts[0]
@@ -257,11 +213,11 @@ class _Sum(_ReadAtOnce):
             )
 
 
-class _Swap(_ReadAtOnce):
+class _Swap(_Exchange):
     """Copies from each rank the part for this rank."""
 
     def read_parts(self) -> None:
-        """See :meth:`_ReadAtOnce.read_parts`."""
+        """See :meth:`_Exchange.read_parts`."""
         for part, target in zip(self._parts, self._result.view(len(self._parts), -1), strict=True):
             target.copy_(part)
 
@@ -269,13 +225,10 @@ class _Swap(_ReadAtOnce):
 class _Maximum(_Exchange):
     """Takes the maximum of all ranks' votes, element by element."""
 
-    def wait(self) -> Tensor:
-        """See :meth:`Work.wait`."""
+    def read_parts(self) -> None:
+        """See :meth:`_Exchange.read_parts`."""
         for rank in self._communicator.others:
-            self._wait_for_post(rank)
             torch.maximum(self._result, self._parts[rank][: self._result.numel()], out=self._result)
-        self._finish()  # hazard: the next agreement overwrites votes that others still read
-        return self._result
 
 
 def _share_memory(group: dist.ProcessGroup, nbytes: int) -> list[Tensor] | None:
