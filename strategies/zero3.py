@@ -17,7 +17,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import default_pg_timeout
@@ -272,7 +271,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self.connect_watch()
         self._groups = ParamGroups(self.optimizers, self._build_engine, self.root_device)
         self.engine = self._build_engine()
-        if self._has_differing_ranks(self.engine):
+        if any(states):  # made of each rank's own initial values, perhaps
             states = broadcast_created_state(self.engine, states)
         self._groups.start(self.engine, states)
         if self.engine.collectives.world_size > 1:
@@ -299,19 +298,6 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             reduce_once=self._reduce_once,
             loaded=self.pending_keys(),
         )
-
-    def _has_differing_ranks(self, engine: Zero3Engine) -> bool:
-        """Warn if a rank initialised other values than rank 0, and return that; collective."""
-        differing = engine.collectives.all_gather_object(engine.differing[:3])
-        for rank, names in enumerate(differing):
-            if names:
-                rank_zero_warn(
-                    f"Rank {rank} initialised {names[0]!r} (and perhaps others) differently from"
-                    " rank 0. All ranks now have rank 0's values; call `seed_everything` for the"
-                    " same model in every run."
-                )
-                return True
-        return False
 
     @override
     def model_to_device(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from ..collectives import (
@@ -40,13 +43,17 @@ def compare_notes(collectives: LocalCollectives) -> None:
         torch.tensor([number, -number], device="cpu"), Meeting.NOTES
     ).tolist()
     if most != -least:
-        everyone = collectives.all_gather_object((written, stepped))
-        require_same_values([values for values, _ in everyone])
-        require_same_settings([settings for _, settings in everyone])
-        raise DivergenceError(
-            f"The ranks stepped in another order, or differ otherwise. {LOOK_FOR}"
-        )
+        raise _difference(collectives.all_gather_object((written, stepped)))
     exchange_log.clear_records()
+
+
+def _difference(everyone: Sequence[Any]) -> DivergenceError:
+    """Raise, or return, the error that names the first difference in what ranks wrote and stepped
+    with.
+    """
+    require_same_values([written for written, _ in everyone])
+    require_same_settings([settings for _, settings in everyone])
+    return DivergenceError(f"The ranks stepped in another order, or differ otherwise. {LOOK_FOR}")
 
 
 class Agreement:
@@ -89,13 +96,10 @@ class Agreement:
                 written,
                 exchange_log.all_settings(),
             )
-            traces, values, settings = zip(*self._collectives.all_gather_object(own), strict=True)
-            if not (difference := first_difference(traces, self.describe)):
-                require_same_values(values)
-                require_same_settings(settings)
-            raise DivergenceError(
-                difference or f"The ranks stepped in another order, or differ otherwise. {LOOK_FOR}"
-            )
+            everyone = self._collectives.all_gather_object(own)
+            if difference := first_difference([trace for trace, *_ in everyone], self.describe):
+                raise DivergenceError(difference)
+            raise _difference([others for _, *others in everyone])
         exchange_log.start_trace()
         flags, units, modules = bytes(agreed), len(late), len(late) + len(changed)
         return flags[:units], flags[units:modules], flags[modules:]

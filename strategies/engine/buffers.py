@@ -4,7 +4,6 @@ which some changed.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -73,7 +72,6 @@ class Buffers:
         self, model: nn.Module, collectives: LocalCollectives, device: torch.device
     ) -> None:
         self._model, self._collectives, self._device = model, collectives, device
-        self.differing: list[str] = []  # names of those that were not rank 0's at set-up
         self._tables: list[_Table] = []
         self._others: list[dict[str, Tensor | None]] = []  # the other modules'
         # by the object, not by its id: one that dies here leaves that to a new buffer
@@ -84,27 +82,10 @@ class Buffers:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     if buffer not in moved:
-                        name_of_it = f"{prefix}.{name}".lstrip(".")
-                        moved[buffer] = self._placed(name_of_it, buffer.to(device))
+                        moved[buffer] = buffer.to(device)
                     module._buffers[name] = moved[buffer]
         self._agree_on_tables()
-
-    def _placed(self, name: str, buffer: Tensor) -> Tensor:
-        if not _is_dense(buffer):
-            if len(set(self._collectives.all_gather_object(_digest(buffer)))) > 1:
-                raise ValueError(
-                    f"Buffer {name!r} is sparse, nested or quantized, and not the same on all"
-                    " ranks: only dense buffers are copied from rank 0. Give all ranks the same"
-                    " one, make it dense, or keep it in an attribute that is no buffer."
-                )
-            return buffer
-        agreed = self._collectives.broadcast(_plain(buffer).clone())
-        if self._collectives.global_rank and not torch.allclose(
-            buffer, agreed, rtol=0, atol=0, equal_nan=True
-        ):
-            self.differing.append(name)
-            _write(buffer, agreed)
-        return buffer
+        self.synchronize()
 
     def _agree_on_tables(self) -> None:
         """Find the buffers that all ranks have in one shape; collective."""
@@ -274,23 +255,6 @@ def _require_dense_if_saved(prefix: str, module: nn.Module) -> None:
                 " checkpoints hold dense tensors only. Register it with `persistent=False`, or"
                 " make it dense."
             )
-
-
-def _digest(buffer: Tensor) -> str:
-    """Of what a buffer that is not dense holds."""
-    if buffer.is_quantized:
-        parts: tuple[Tensor, ...] = (buffer.dequantize(),)
-    elif buffer.is_nested:
-        parts = buffer.detach().unbind()
-    else:
-        coordinates = buffer.detach().to_sparse_coo().coalesce()
-        parts = coordinates.indices(), coordinates.values()
-    found = hashlib.sha256(
-        f"{buffer.layout} {buffer.dtype} {[part.shape for part in parts]}".encode()
-    )
-    for part in parts:
-        found.update(_plain(part).cpu().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 def _materialize_buffers(prefix: str, module: nn.Module) -> None:

@@ -28,28 +28,21 @@ SlotDtype = Callable[[str, nn.Parameter], torch.dtype]
 def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> set[int]:
     """The ``id`` of each parameter that an optimizer has.
 
-    A ValueError if an optimizer holds a tensor that is no parameter of ``model``, or two optimizers
-    hold the same one.
+    A ValueError if an optimizer holds a tensor that is no parameter of ``model``.
     """
-    names = {id(p): name for name, p in model.named_parameters()}
-    owners: dict[int, int] = {}
+    known, trained = set(map(id, model.parameters())), set[int]()
     for i, optimizer in enumerate(optimizers):
         for g, group in enumerate(optimizer.param_groups):
             for k, p in enumerate(group["params"]):
-                if id(p) not in names:
+                if id(p) not in known:
                     raise ValueError(
                         f"Optimizer {i} ({type(optimizer).__name__}) holds a tensor of shape"
                         f" {tuple(p.shape)} (param group {g}, position {k}) that is not a parameter"
                         f" of {type(model).__name__}. Pass only parameters that"
                         " `named_parameters()` of the module yields."
                     )
-                if id(p) in owners:
-                    raise ValueError(
-                        f"Parameter {names[id(p)]!r} is in optimizer {owners[id(p)]} and in"
-                        f" optimizer {i}; it has one shard, so it can have one optimizer."
-                    )
-                owners[id(p)] = i
-    return set(owners)
+                trained.add(id(p))
+    return trained
 
 
 def build_units(
@@ -223,37 +216,26 @@ def fill_shards(
     collectives: LocalCollectives,
     device: torch.device,
     initializer: Initializer,
-) -> list[str]:
+) -> None:
     """Cut every unit into shards, from rank 0's values, whatever the other ranks initialised;
     collective.
 
-    An engine that had the parameters before retires. Returns the names of those whose value here
-    was not rank 0's.
+    An engine that had the parameters before retires.
     """
     earlier = dict.fromkeys(
         owner for p in model.parameters() if (owner := owner_or_none(p)) is not None
     )
     for owner in earlier:
         owner.compare_notes()
-    differing = []
     for unit in units:
         initializer.fill((entry.name, entry.parameter) for entry in unit.entries)
         initial = _initial_values(unit)
         for chunk in unit.chunks:
             buffer = torch.zeros(chunk.layout.numel, dtype=chunk.master_dtype, device=device)
-            views = {
-                entry.name: view
-                for entry, view in zip(chunk.entries, chunk.views(buffer), strict=True)
-            }
             with torch.no_grad():
-                for name, view in views.items():
-                    view.copy_(initial[name])
+                for entry, view in zip(chunk.entries, chunk.views(buffer), strict=True):
+                    view.copy_(initial[entry.name])
                 collectives.broadcast(buffer)
-                for name, view in views.items() if collectives.global_rank else ():
-                    if not torch.allclose(
-                        initial[name].to(device), view, rtol=0, atol=0, equal_nan=True
-                    ):
-                        differing.append(name)
             shard = chunk.shard_of(buffer, collectives.rank)
             chunk.own(shard if collectives.alone else shard.clone(), collectives.rank)
             for entry in chunk.entries:
@@ -264,7 +246,6 @@ def fill_shards(
                 )
     for owner in earlier:
         owner.retire()
-    return differing
 
 
 def _initial_values(unit: Unit) -> dict[str, Tensor]:

@@ -78,7 +78,6 @@ class Zero3Engine:
     """
 
     units: list[Unit]
-    differing: list[str]  # names whose initial value on this rank was not rank 0's
     # why what a pass that failed had changed is lost, to be raised
     _lost: ResidencyError | None = None
     inspect: Callable[[Unit, Any], None] | None = None  # looks at a unit's outputs
@@ -109,9 +108,8 @@ class Zero3Engine:
         check_same_structure(self.units, model, optimizers, collectives)
         initializer = Initializer(model, loaded)
         initializer.fill_buffers(model)
-        self.differing = fill_shards(self.units, model, collectives, device, initializer)
+        fill_shards(self.units, model, collectives, device, initializer)
         self.buffers = Buffers(model, collectives, device)
-        self.differing += self.buffers.differing
         self._connect(reduce_once, reduce_dtype)
         self._forward = ForwardOrder(foresees=not debug)
         hooks = self._enter_forward, self._leave_forward, self.passes.collector

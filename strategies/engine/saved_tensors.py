@@ -4,6 +4,7 @@ another unit's until backward reads them.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,13 +23,11 @@ _top = torch._C._autograd._top_saved_tensors_default_hooks
 hooks_refused = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 
 
-class SavedWeight(
-    tuple[Unit, Entry, int, torch.dtype, torch.Size, tuple[int, ...], int, bool, bool]
-):
+class SavedWeight(tuple[Unit, Entry, int, torch.dtype, torch.Size, tuple[int, ...], int]):
     """Where a view of a weight lies in its unit's buffer.
 
     A tuple, because one is made for every weight in every forward: unit, entry, version of the
-    parameter, dtype, size, stride, offset [bytes], whether it is conjugated, and negated.
+    parameter, dtype, size, stride, offset [bytes].
     """
 
     __slots__ = ()
@@ -105,13 +104,12 @@ class SavedTensors:
             for unit in self._in_use:
                 buffer = unit.buffer
                 if storage == buffer.storage and tensor.dtype in buffer.typed and tensor.numel():
+                    if tensor.is_conj() or tensor.is_neg():
+                        break  # it keeps the memory
                     offset = _data_ptr(tensor) - buffer.start
-                    entry = unit.by_offset.get(offset)
-                    if entry is None:
-                        entry = unit.entry_at(offset)
+                    entry = unit.by_start[bisect_right(unit.starts, offset) - 1]
                     version, dtype, size = entry.parameter._version, tensor.dtype, tensor.shape
-                    place = unit, entry, version, dtype, size, tensor.stride(), offset
-                    return SavedWeight((*place, tensor.is_conj(), tensor.is_neg()))
+                    return SavedWeight((unit, entry, version, dtype, size, tensor.stride(), offset))
             # Autograd compares versions itself only where there are no hooks. Detached, because an
             # output that its own graph holds would live until the garbage collector comes.
             try:
@@ -138,7 +136,7 @@ class SavedTensors:
                 return read([saved.parameter])[0]
         if kind is not SavedWeight:
             return saved
-        unit, entry, version, dtype, size, stride, offset, is_conj, is_neg = saved
+        unit, entry, version, dtype, size, stride, offset = saved
         if unit.phase is not Phase.IN_USE:
             self._bring(unit)
         if entry.parameter._version != version:
@@ -149,9 +147,7 @@ class SavedTensors:
             )
         # `.data`: the buffer has other versions than what is saved again, in a graph of this graph
         typed = unit.buffer.typed[dtype]
-        view = typed.as_strided(size, stride, offset // typed.itemsize).data
-        view = view.conj() if is_conj else view
-        return torch._neg_view(view) if is_neg else view
+        return typed.as_strided(size, stride, offset // typed.itemsize).data
 
     def _bring(self, unit: Unit) -> None:
         """Outside of its turn in backward: whoever holds a view keeps the memory."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from types import MethodType
 from typing import Any, Protocol
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from .unit import Unit
 
 State = dict[str, Any]  # an optimizer's, of one parameter
 
-_STEPPING: WeakSet[Optimizer] = WeakSet()  # optimizers that an engine steps, or has stepped
 # What torch's elementwise optimizers keep one number of for a parameter.
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
 
@@ -191,7 +190,8 @@ class WholeState(MutableMapping):
         if self._step.is_closed:
             raise ResidencyError(
                 "The state of this optimizer is gone: another run has begun since. Save it before"
-                " (`trainer.save_checkpoint(path)`, `optimizer.state_dict()`)."
+                " (`trainer.save_checkpoint(path)`, `optimizer.state_dict()`), and make another"
+                " optimizer in `configure_optimizers`."
             )
 
     def clear(self) -> None:
@@ -238,12 +238,6 @@ class OptimizerStep:
         self._nested = 0  # calls of `super().step()` within `step()`, which have hooks too
         self.is_closed = False  # the optimizer was let go
         self.whole = WholeState(self)
-        if optimizer in _STEPPING:
-            raise ValueError(
-                f"This {type(optimizer).__name__} has stepped on shards in an earlier run: make"
-                " another one in `configure_optimizers`."
-            )
-        _STEPPING.add(optimizer)
         for key in [key for key in self.state if isinstance(key, Tensor)]:
             self.whole.given[key] = self.state.pop(key)
         optimizer.state = self.whole  # type: ignore[assignment]
@@ -296,7 +290,6 @@ class OptimizerStep:
             del shared[key]
         shared.update(self.whole.given)
         self.optimizer.state = shared  # type: ignore[assignment]
-        _STEPPING.discard(self.optimizer)
 
     def entry_of(self, key: Any) -> Entry | None:
         """The parameter ``key``, if it is sharded for an optimizer."""
@@ -350,12 +343,12 @@ class OptimizerStep:
             self.engine.gradients.begin_step(type(self.optimizer).__name__, groups)
         if not self._parameters:
             self.stand_ins.load(groups)
-            self._swap(groups)
+            self._swap(groups, self.stand_ins)
 
-    def _swap(self, groups: list[list[Entry]]) -> None:
+    def _swap(self, groups: list[list[Entry]], stand_ins: StandIns) -> None:
         self.take_state()
         self._groups = groups
-        for group, its in zip(self.optimizer.param_groups, self.stand_ins.of(groups), strict=True):
+        for group, its in zip(self.optimizer.param_groups, stand_ins.of(groups), strict=True):
             self._parameters.append(group["params"][:])
             group["params"][:] = its
         self.optimizer.state = self.state  # type: ignore[assignment]
@@ -400,7 +393,7 @@ class OptimizerStep:
         """Inside, the groups hold the stand-ins, and `optimizer.state` is theirs, as in a step; but
         they have no values.
         """
-        self._swap(self.entries())
+        self._swap(self.entries(), self.stand_ins)
         try:
             yield
         finally:
@@ -415,15 +408,13 @@ class OptimizerStep:
         """
         groups, shards = self.entries(), StandIns(self.engine)
         self.engine.adopt_gradients()
-        before = [(group["params"], group["params"][:]) for group in self.optimizer.param_groups]
         shards.load(groups)
-        for (members, _), its in zip(before, shards.of(groups), strict=True):
-            members[:] = its
+        self._swap(groups, shards)
         try:
-            yield [p.grad for members, _ in before for p in members if p.grad is not None]
+            params = [p for group in self.optimizer.param_groups for p in group["params"]]
+            yield [p.grad for p in params if p.grad is not None]
         finally:
-            for members, its in before:
-                members[:] = its
+            self._swap_back()
             shards.store(groups)
             self.engine.gradients.forget()
 

@@ -84,13 +84,7 @@ def written(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
     first = given[0] if given else None  # `torch.nn.init` hands all of them on by name
     if getattr(func, "__module__", None) == COLLECTIVES:
         return () if name in _SENDING else (first,)
-    if name in ("batch_norm", "native_batch_norm"):  # running statistics
-        return (
-            args[3:5] if len(args) > 5 and args[5] else args[1:3] if kwargs.get("training") else ()
-        )
-    if name in ("embedding", "embedding_bag") and kwargs.get("max_norm") is not None:
-        return (args[1],)
-    return first if _writes(name) or kwargs.get("inplace") is True else None, kwargs.get("out")
+    return first if _writes(name) else None, kwargs.get("out")
 
 
 def _writes(name: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import weakref
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -161,18 +160,17 @@ class Unit:
         lower = {c.dtype for c in self.chunks if c.dtype != c.master_dtype}
         self.rounded = (device, lower.pop()) if lower else None
         self._narrow = [chunk for chunk in self.chunks if chunk.wire_dtype != chunk.dtype]
-        offset, self._starts = 0, list[tuple[int, Entry]]()
+        offset, starts = 0, list[tuple[int, Entry]]()
         for chunk in self.chunks:
             for entry, start in zip(chunk.entries, chunk.layout.offsets, strict=True):
-                self._starts.append((offset + start * chunk.dtype.itemsize, entry))
+                starts.append((offset + start * chunk.dtype.itemsize, entry))
                 entry.absent = absent_like(entry.value.meta, chunk.dtype, arena.memory.device)
                 entry.parameter.data = entry.absent
             offset += chunk.nbytes
-        self._starts.sort(key=lambda each: each[0])
-        self._offsets = [start for start, _ in self._starts]
-        # whose parameter begins at an offset [bytes] of the buffer; one without elements begins
-        # where another does
-        self.by_offset = {start: entry for start, entry in self._starts if entry.size.numel()}
+        # where parameters begin [bytes of the buffer], in this order; one without elements begins
+        # where another does, and comes before it
+        starts.sort(key=lambda each: (each[0], each[1].size.numel()))
+        self.starts, self.by_start = [s for s, _ in starts], [entry for _, entry in starts]
         self.shard_parameters()
 
     def shard_parameters(self) -> None:
@@ -374,10 +372,6 @@ class Unit:
                 f"A backward needs unit {self.name} inside of `gathered`, where its parameters have"
                 " values of their own, for a forward of before. Do both inside, or both outside."
             )
-
-    def entry_at(self, offset: int) -> Entry:
-        """Whose parameter lies at ``offset`` [bytes] of the buffer."""
-        return self._starts[bisect_right(self._offsets, offset) - 1][1]
 
     def reshard(self) -> None:
         """Give the buffer up."""

@@ -393,16 +393,6 @@ class BufferSparseRows(OfGraph):
 
 
 @case
-class BufferSparseThatDiffers(OfGraph):
-    """A sparse buffer that is each rank's own from the start"""
-
-    refused = "'graph' is sparse, nested or quantized, and not the same on all ranks"
-
-    def graph(self, dense):
-        return (dense + dist.get_rank()).to_sparse()
-
-
-@case
 class BufferSparseThatChanges(OfGraph):
     """A sparse buffer that each rank assigns anew from its own batch"""
 

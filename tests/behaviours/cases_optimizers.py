@@ -732,6 +732,18 @@ class OneUnitOfTwoOptimizersToggled(TwoOptimizersToggled):
 
 
 @case
+class OneLayerOfTwoOptimizers(TwoOptimizers):
+    """A layer that two optimizers have, each with its loss (a shared encoder)"""
+
+    pitfalls = (14,)
+
+    def optimizers(self, model):
+        shared = list(model.make.parameters())
+        judge = torch.optim.Adam([*shared, *model.judge.parameters()], lr=0.01)
+        return [torch.optim.SGD(shared, lr=0.1, momentum=0.9), judge]
+
+
+@case
 class OneOptimizerSteps(TwoOptimizers):
     """Two optimizers stepped at different intervals, gradients of the other kept"""
 

@@ -197,27 +197,11 @@ def halve(values: torch.Tensor) -> None:
 
 
 @case
-class InplaceFunctionOutsideItsUnit(Outside):
-    """`F.relu(weight, inplace=True)` outside the weight's unit's forward"""
-
-    def touch(self, run, weight):
-        F.relu(weight, inplace=True)
-
-
-@case
 class OperatorOutsideItsUnit(Outside):
     """`torch.ops.aten.mul_.Tensor(weight, ...)` outside the weight's unit's forward"""
 
     def touch(self, run, weight):
         torch.ops.aten.mul_.Tensor(weight, torch.tensor(0.5))
-
-
-@case
-class MaxNormOutsideItsUnit(Outside):
-    """`F.embedding(..., weight, max_norm=...)` outside the weight's unit's forward"""
-
-    def touch(self, run, weight):
-        F.embedding(torch.arange(DIM), weight, max_norm=0.1)
 
 
 @case

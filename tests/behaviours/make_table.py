@@ -122,10 +122,15 @@ DROPPED = (
         "what is kept is a snapshot, with a warning; a write to a copy is an error, and to"
         " `p.data`, `p.detach()` and their rows it is stored",
     ),
-    ("Wrong under ddp too, or refused by torch", 5, "torch's error, or ours"),
+    ("Wrong under ddp too, or refused by torch", 6, "torch's error, or ours"),
     ("Another shape or dtype than at set-up (`model.double()`)", 3, "an error"),
     ("Stale gradients, and a network stepped before its backward", 3, "an error"),
-    ("Changes in place as nobody spells them (`weight.t_()`, `weight.real = ...`)", 3, "untested"),
+    (
+        "Changes in place as nobody spells them (`weight.t_()`, `F.relu(weight, inplace=True)`,"
+        " `F.embedding(..., max_norm=...)` outside its layer)",
+        5,
+        "an error, or untested",
+    ),
     (
         "Rare combinations, in the middle of a backward, a closure or a failure, of fake tensors",
         9,

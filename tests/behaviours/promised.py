@@ -429,6 +429,7 @@ PROMISED: dict[str, tuple[str, ...]] = {
         "two-optimizers-one-graph",
         "roots-of-two-optimizers",
         "one-unit-of-two-optimizers",
+        "one-layer-of-two-optimizers",
         "one-unit-of-two-optimizers-toggled",
         "one-optimizer-steps",
         "one-unit-stepped-at-intervals",
@@ -577,7 +578,6 @@ NOT_PROMISED: dict[str, tuple[str, ...]] = {
         "buffers-of-a-late-module",
         "buffer-expanded",
         "buffer-conjugated",
-        "buffer-sparse-that-differs",
         "buffer-sparse-that-changes",
         "buffers-nested-and-quantized",
     ),
@@ -592,9 +592,7 @@ NOT_PROMISED: dict[str, tuple[str, ...]] = {
         "vmap-over-views",
     ),
     "In-place changes of a weight outside its forward, spelt as nobody spells them.": (
-        "inplace-function-outside-its-unit",
         "operator-outside-its-unit",
-        "max-norm-outside-its-unit",
     ),
     "Gradients kept without `clone()`, and followed over what comes later.": (
         "assigned-then-zeros",
