@@ -50,7 +50,6 @@ class Meeting(enum.IntEnum):
         -10,
         "enter `strategy.gathered`, which is for all ranks (inside of it one may work alone)",
     )
-    GRADIENTS = -11, "let tensors that were assigned to `parameter.grad` follow a change of it"
     BATCH = -12, "end a batch of an evaluation"
     NOTES = (
         -13,

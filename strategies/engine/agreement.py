@@ -56,57 +56,47 @@ def _difference(everyone: Sequence[Any]) -> DivergenceError:
     return DivergenceError(f"The ranks stepped in another order, or differ otherwise. {LOOK_FOR}")
 
 
-class Agreement:
-    """One small message of every rank: did all run the same, what has gradients, what is late,
-    whose buffers changed.
+def reach_agreement(
+    collectives: LocalCollectives, late: bytes, changed: bytes, used: bytes
+) -> tuple[bytes, bytes, bytes]:
+    """One small message of every rank at the end of a backward: did all run the same, what has
+    gradients, what is late, whose buffers changed. Returns the same of all ranks together;
+    collective.
+
+    Args:
+        collectives: the communicator, with this rank's log.
+        late: for each unit, whether gradients came after their reduction.
+        changed: what :meth:`.Buffers.changed` says.
+        used: for each trained parameter, whether it has a gradient.
+
+    Raises:
+        DivergenceError: the ranks did not exchange the same things in the same order since the
+            last time, wrote other values, or have other options in their optimizers.
     """
+    if collectives.alone:
+        return late, changed, used
+    exchange_log = collectives.exchange_log
+    written = exchange_log.checksums()
+    number = exchange_log.digest(written)
+    flags = late + changed + used
+    mine = torch.empty(2 + len(flags), dtype=torch.int64, device="cpu")
+    mine[0], mine[1] = number, -number
+    mine[2:] = torch.frombuffer(bytearray(flags), dtype=torch.uint8)
+    most, least, *agreed = collectives.agree(mine).tolist()
+    if most != -least:
+        trace = [*exchange_log.trace[1:], Meeting.AGREEMENT]
+        everyone = collectives.all_gather_object((trace, written, exchange_log.all_settings()))
+        if difference := first_difference([each[0] for each in everyone], exchange_log.describe):
+            raise DivergenceError(difference)
+        raise _difference([others for _, *others in everyone])
+    exchange_log.start_trace()
+    flags, units, modules = bytes(agreed), len(late), len(late) + len(changed)
+    return flags[:units], flags[units:modules], flags[modules:]
 
-    def __init__(self, units: list[Unit], collectives: LocalCollectives) -> None:
-        self._units, self._collectives = units, collectives
-        collectives.exchange_log.describe = self.describe
 
-    def reach(self, late: bytes, changed: bytes, used: bytes) -> tuple[bytes, bytes, bytes]:
-        """The same of all ranks together; collective.
-
-        Args:
-            late: for each unit, whether gradients came after their reduction.
-            changed: what :meth:`.Buffers.changed` says.
-            used: for each trained parameter, whether it has a gradient.
-
-        Raises:
-            DivergenceError: the ranks did not exchange the same things in the same order since the
-                last time, wrote other values, or have other options in their optimizers.
-        """
-        if self._collectives.alone:
-            return late, changed, used
-        exchange_log = self._collectives.exchange_log
-        written = exchange_log.checksums()
-        number = exchange_log.digest(written)
-        flags = late + changed + used
-        mine = torch.empty(2 + len(flags), dtype=torch.int64, device="cpu")
-        mine[0], mine[1], mine[2:] = (
-            number,
-            -number,
-            torch.frombuffer(bytearray(flags), dtype=torch.uint8),
-        )
-        most, least, *agreed = self._collectives.agree(mine).tolist()
-        if most != -least:
-            own = (
-                [*exchange_log.trace[1:], Meeting.AGREEMENT],
-                written,
-                exchange_log.all_settings(),
-            )
-            everyone = self._collectives.all_gather_object(own)
-            if difference := first_difference([trace for trace, *_ in everyone], self.describe):
-                raise DivergenceError(difference)
-            raise _difference([others for _, *others in everyone])
-        exchange_log.start_trace()
-        flags, units, modules = bytes(agreed), len(late), len(late) + len(changed)
-        return flags[:units], flags[units:modules], flags[modules:]
-
-    def describe(self, label: int) -> str:
-        """What the label of an exchange stands for."""
-        if label < 0:
-            return Meeting(label).description  # type: ignore[call-arg]  # two values each
-        index, exchange = divmod(label, len(Exchange))
-        return f"{_VERBS[exchange]} unit {self._units[index].name}"
+def describe_exchange(units: list[Unit], label: int) -> str:
+    """What the label of an exchange stands for."""
+    if label < 0:
+        return Meeting(label).description  # type: ignore[call-arg]  # two values each
+    index, exchange = divmod(label, len(Exchange))
+    return f"{_VERBS[exchange]} unit {units[index].name}"

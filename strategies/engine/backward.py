@@ -13,9 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..collectives import LocalCollectives
 from ..support import profile_range
 from .access import Access
-from .agreement import Agreement
+from .agreement import reach_agreement
 from .buffers import Buffers
 from .gradients import Gradients
 from .sharded import NO_GRAPH_TASK, ResidencyError, get_grad, graph_task, set_grad
@@ -34,7 +35,7 @@ class Backward:
         self,
         units: list[Unit],
         gradients: Gradients,
-        agreement: Agreement,
+        collectives: LocalCollectives,
         buffers: Buffers,
         joint: JointSteps,
         access: Access,
@@ -42,7 +43,7 @@ class Backward:
         failed: Callable[[], None],
     ) -> None:
         self._units, self._gradients, self._reducer = units, gradients, gradients.reducer
-        self._agreement, self._buffers, self._joint = agreement, buffers, joint
+        self._collectives, self._buffers, self._joint = collectives, buffers, joint
         self._access, self._adopt_values, self._failed = access, adopt_values, failed
         gradients.settle, gradients.drop_failed = self.settle, self.drop_failed
         # Indices of units in the order that all ranks expect, the reverse of their forward. All
@@ -198,7 +199,7 @@ class Backward:
             self._visit(self._units[self.coming.popleft()])
         self._leave()
         for unit in reversed(self._units):
-            if unit.nested or (self._reducer.is_alone and self._reducer.claimed[unit.index]):
+            if unit.nested or (self._collectives.alone and self._reducer.claimed[unit.index]):
                 self._reducer.reduce(unit)
 
     def _conclude(self) -> None:
@@ -207,8 +208,8 @@ class Backward:
         """
         late = bytes(len(self._units)) if self._reducer.holding else bytes(self._reducer.claimed)
         with profile_range("agreement"):
-            late, changed, used = self._agreement.reach(
-                late, self._buffers.changed(), bytes(self._gradients.used)
+            late, changed, used = reach_agreement(
+                self._collectives, late, self._buffers.changed(), bytes(self._gradients.used)
             )
         for unit in reversed(self._units):
             if late[unit.index]:
@@ -261,7 +262,7 @@ class Backward:
                 self._reducer.abandon()
             if self.added:
                 self._gradients.give_up(held)
-        self._gradients.show_again()
+        self._gradients.end_backward()
         # what autograd put on a parameter before a user's hook raised, which ran before the
         # engine's took it away
         with torch._C.DisableTorchFunctionSubclass():

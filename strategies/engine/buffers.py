@@ -227,9 +227,6 @@ def _plain(buffer: Tensor) -> Tensor:
 
 
 def _write(buffer: Tensor, value: Tensor) -> None:
-    for dim, step in enumerate(buffer.stride()):
-        if not step:  # expanded: what is written to must have its own memory
-            buffer, value = buffer.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
     with torch.inference_mode():  # what was made under it can be written in no other way
         buffer.copy_(value)
 

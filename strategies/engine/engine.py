@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..collectives import LocalCollectives
 from .access import Access
-from .agreement import Agreement, compare_notes
+from .agreement import compare_notes, describe_exchange
 from .backward import Backward
 from .buffers import Buffers
 from .build import (
@@ -138,6 +139,7 @@ class Zero3Engine:
             reduce_once and not self.collectives.alone,
             None if self.collectives.alone else reduce_dtype,
         )
+        self.collectives.exchange_log.describe = partial(describe_exchange, self.units)
         self._saved = SavedTensors(self.arena)
         self.gradients = Gradients(self.units, self.reducer, self.collectives.exchange_log)
         self.joint = JointSteps(self.units, self.reducer, self.collectives)
@@ -147,7 +149,7 @@ class Zero3Engine:
         self.passes = Backward(
             self.units,
             self.gradients,
-            Agreement(self.units, self.collectives),
+            self.collectives,
             self.buffers,
             self.joint,
             self.access,
@@ -178,13 +180,8 @@ class Zero3Engine:
 
     def rounds(self, parameter: nn.Parameter) -> bool:
         """Whether an unshard rounds it, to what autocast would or what travels."""
-        chunks = (
-            chunk
-            for unit in self.units
-            for chunk in unit.chunks
-            if chunk.wire_dtype != chunk.master_dtype
-        )
-        return any(entry.parameter is parameter for chunk in chunks for entry in chunk.entries)
+        chunk = self.entries[id(parameter)].chunk
+        return chunk.wire_dtype != chunk.master_dtype
 
     def expect_graphs(self, captures: bool = True) -> None:
         """Graphs will be captured, or are: they hold memory that units share, and know that."""

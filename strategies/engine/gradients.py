@@ -64,14 +64,14 @@ class Gradients:
         rank.
         """
         self._shown[:] = used
-        self.arrived[:] = bytes(len(self.arrived))
+        self.end_backward()
         for chunk in self.chunks if not all(used) else ():
             if not any(used[chunk.numbers]):
                 chunk.was_cleared = True  # zeros were reduced
         self.forget()
 
-    def show_again(self) -> None:
-        """A backward began, and an exception ended it before it had added to any gradient."""
+    def end_backward(self) -> None:
+        """No gradient is on its way any more."""
         self._exchange_log.record_backward([])
         self.arrived[:] = bytes(len(self.arrived))
 
@@ -101,10 +101,6 @@ class Gradients:
     def has_gradient(self, entry: Entry) -> bool:
         """Whether optimizers see a gradient of ``entry``; the same on all ranks."""
         return bool(self._shown[entry.number])
-
-    def any_shown(self) -> bool:
-        """Whether any parameter has one."""
-        return any(self._shown)
 
     def present(self, entry: Entry) -> bool:
         """Whether ``parameter.grad`` is not None; the same on all ranks. Reading it may raise."""
@@ -152,14 +148,13 @@ class Gradients:
 
     # ------------------------------------------------------------------------ what optimizers see
 
-    def shards(self, entries: Sequence[Entry]) -> list[Tensor | None]:
-        """This rank's part [elements] of each gradient; None where there is none. In the chunk's
-        memory.
+    def part(self, entry: Entry) -> Tensor | None:
+        """This rank's part [elements] of a gradient, in the chunk's memory; None if there is
+        none.
         """
-        return [
-            entry.part_of(entry.chunk.room_for_gradients()) if self.has_gradient(entry) else None
-            for entry in entries
-        ]
+        if not self.has_gradient(entry):
+            return None
+        return entry.part_of(entry.chunk.room_for_gradients())
 
     def begin_step(self, optimizer: str, groups: Sequence[Sequence[Entry]]) -> None:
         """An optimizer steps on parameters in ``groups``: the ranks compare later with which
@@ -255,7 +250,7 @@ class Gradients:
         """Free gradients that will be cleared before anything is added to them; who asks for one
         until then is told.
         """
-        if not self.reducer.lasting and self.any_shown():
+        if not self.reducer.lasting and any(self._shown):
             self.over = True
             for entry in filter(self.has_gradient, self.trained):
                 self.clear(entry)

@@ -91,7 +91,6 @@ class Reducer:
         wire_dtype: torch.dtype | None,
     ) -> None:
         self._collectives, self._stream, self._wire_dtype = collectives, stream, wire_dtype
-        self.is_alone = collectives.alone  # a single rank: nobody waits for it
         self.once, self.lasting = once, device.type != "cpu"
         trained = [u for u in units if u.trained]
         # 2: a unit's reduction overlaps the next unit's backward

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..collectives import LocalCollectives
+from ..collectives import LOOK_FOR, DivergenceError, LocalCollectives
 from ..support import profile_range
 from .chunk import Entry
 from .gradients import Gradients
@@ -73,8 +73,8 @@ class StandIns:
     def load(self, groups: Sequence[Sequence[Entry]]) -> None:
         """Give the stand-ins their values and gradients; collective."""
         for entries in groups:
-            for entry, grad in zip(entries, self.engine.gradients.shards(entries), strict=True):
-                entry.shard.grad = grad
+            for entry in entries:
+                entry.shard.grad = self.engine.gradients.part(entry)
 
     def store(self, groups: Sequence[Sequence[Entry]]) -> None:
         """The optimizer has stepped: the values become the module's; collective.
@@ -147,11 +147,20 @@ class WholeState(MutableMapping):
         if not isinstance(key, Tensor):
             return self._step.state[key]
         if key not in self.given:
-            entry, state = self._step.entry_of(key), self._step.state
-            self.given[key] = (
-                {} if entry is None else self._step.stand_ins.whole_state(entry, state)
-            )
+            entry = self._step.entry_of(key)
+            self.given[key] = {} if entry is None else self._read(entry)
         return self.given[key]
+
+    def _read(self, entry: Entry) -> State:
+        everyone = self._step.engine.collectives.all_gather_object(entry.name)
+        for rank, name in enumerate(everyone):
+            # hazard: the parts that ranks exchange of two parameters have two sizes
+            if name != everyone[0]:
+                raise DivergenceError(
+                    "The ranks read the optimizer state of different parameters: rank 0 that of"
+                    f" {everyone[0]!r}, rank {rank} that of {name!r}. {LOOK_FOR}"
+                )
+        return self._step.stand_ins.whole_state(entry, self._step.state)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         (self.given if isinstance(key, Tensor) else self._step.state)[key] = value

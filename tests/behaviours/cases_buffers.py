@@ -299,27 +299,6 @@ class BuffersOfALateModule(Synchronized):
 
 
 @case
-class BufferExpanded(OfBlocks):
-    """A buffer that is `expand()` of another, which forward writes to"""
-
-    class Kept(Statistic):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("rows", self.mean.expand(4, DIM))
-
-        def forward(self, x):
-            self.mean += x.detach().mean(0)
-            return super().forward(x) + self.rows.clone() * 0.1
-
-    def between(self, run):
-        run.begin_forward()
-        for block in run.model.blocks:
-            if run.is_reference:
-                dist.broadcast(block.mean, 0)
-            run.log(block.mean.clone(), block.rows.clone())
-
-
-@case
 class BufferConjugated(Synchronized):
     """A buffer that is `conj()` or `imag` of one"""
 

@@ -576,7 +576,6 @@ NOT_PROMISED: dict[str, tuple[str, ...]] = {
         "buffer-that-is-the-batch",
         "buffer-assigned-two-forwards",
         "buffers-of-a-late-module",
-        "buffer-expanded",
         "buffer-conjugated",
         "buffer-sparse-that-changes",
         "buffers-nested-and-quantized",

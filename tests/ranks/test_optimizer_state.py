@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.collectives import make_collectives
+from lightning_zero3.strategies.collectives import DivergenceError, make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
 from lightning_zero3.strategies.state_dicts.gather import gather_on_rank_zero
 from lightning_zero3.strategies.state_dicts.optimizer_state import (
@@ -90,3 +90,16 @@ def _take_over(rank, world_size):
 
 def test_fp32_copies_of_narrow_weights_stay_fp32():
     run_ranks(_take_over, 2)
+
+
+def _read_of_different_parameters(rank, world_size):
+    model, optimizer, engine = _engine()
+    _step(model, optimizer, engine)
+    with pytest.raises(
+        DivergenceError, match="rank 0 that of 'wide.weight', rank 1 that of 'wide.bias'"
+    ):
+        optimizer.state[model.wide.bias if rank else model.wide.weight]
+
+
+def test_ranks_that_read_the_state_of_different_parameters():
+    run_ranks(_read_of_different_parameters, 2, timeout=30)
