@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,7 +18,6 @@ from .gradients import Gradients
 from .hooks import transform
 from .isolation import apart
 from .sharded import (
-    Owner,
     ResidencyError,
     ShardedTensor,
     Value,
@@ -48,7 +47,7 @@ class Access:
         weights_changed: Callable[[list[Entry]], None],
         retire: Callable[[], None],
     ) -> None:
-        self._units, self._collectives, self._gradients = units, collectives, gradients
+        self._units, self.collectives, self._gradients = units, collectives, gradients
         self._weights_changed, self.retire = weights_changed, retire
         self._entries: dict[Value, Entry] = {}
         self._absent: dict[Entry, Tensor] = {}  # what has the shape and dtype of a gradient
@@ -70,10 +69,6 @@ class Access:
     def entry_of(self, value: Value) -> Entry:
         """Whose value, or gradient, it is."""
         return self._entries[value.parent or value]
-
-    def compare_notes(self) -> None:
-        """See :meth:`.Owner.compare_notes`."""
-        compare_notes(self._collectives)
 
     # --------------------------------------------------------------------------------------- values
 
@@ -106,7 +101,7 @@ class Access:
             entry.dropped = False
             return
         tensor = tensor.detach().broadcast_to(entry.size)
-        self._collectives.exchange_log.record_write(
+        self.collectives.exchange_log.record_write(
             entry.name,
             "written" if self.in_step else "stored",
             tensor.to(entry.chunk.values.device, entry.dtype),
@@ -187,13 +182,13 @@ class Access:
         """See :func:`gathered`, of this engine's parameters."""
         # once, however often it is named
         wanted = list({id(p): self._entries[about(p)] for p in parameters}.values())
-        if self._collectives.alone:
+        if self.collectives.alone:
             yield  # they are
             return
         units = list(dict.fromkeys(self._units[entry.unit] for entry in wanted))
         if units and units[0].announce is None:  # else ranks that have nothing to run take part
-            self._collectives.meet(Meeting.GATHERED)
-            compare_notes(self._collectives)  # what is read is put together of all ranks' parts
+            self.collectives.meet(Meeting.GATHERED)
+            compare_notes(self.collectives)  # what is read is put together of all ranks' parts
         values = {}
         with apart():
             for unit in units:
@@ -221,7 +216,7 @@ class Access:
                 unit.lent = False
                 unit.shard_parameters()
         for entry in wanted if modify else ():
-            value = self._collectives.broadcast(values[entry.name].contiguous())
+            value = self.collectives.broadcast(values[entry.name].contiguous())
             self.write(entry.value, value)
 
 
@@ -243,14 +238,18 @@ def gathered(
         if isinstance(what, Tensor)
         else what
     )
-    by_owner: dict[Owner, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        if is_sharded(parameter):
-            by_owner.setdefault(owner_of(about(parameter)), []).append(parameter)
     with ExitStack() as stack:
-        for owner, its in by_owner.items():
+        for owner, its in owners_of(parameters).items():
             stack.enter_context(owner.gathered(its, modify))
         yield
+
+
+def owners_of(parameters: Iterable[nn.Parameter]) -> dict[Access, list[nn.Parameter]]:
+    """Who owns those of ``parameters`` that are sharded."""
+    found: dict[Access, list[nn.Parameter]] = {}
+    for parameter in filter(is_sharded, parameters):
+        found.setdefault(cast(Access, owner_of(about(parameter))), []).append(parameter)
+    return found
 
 
 def _require_unused(unit: Unit, wanted: list[Entry]) -> None:

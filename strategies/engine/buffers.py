@@ -162,7 +162,7 @@ class Buffers:
                 own batch norm writes its statistics unnoticed when it is called as a function, so
                 what a rank saw change may not be everything.
         """
-        before = {id(b): address for table in self._tables for b, _, address in table.seen}
+        before = {id(b) for table in self._tables for b, *_ in table.seen}
         tables = self._tables
         if chosen is None or chosen[-1]:
             self._agree_on_tables()
@@ -174,8 +174,10 @@ class Buffers:
         for table in tables:
             table.see()
 
-    def _copy(self, tables: list[_Table], before: dict[int, int]) -> None:
-        """Of rank 0, to the other ranks; ``before``: the addresses of buffers by their `id`."""
+    def _copy(self, tables: list[_Table], before: set[int]) -> None:
+        """Of rank 0, to the other ranks; ``before``: the `id` of each that was not assigned
+        since.
+        """
         places = [
             (table.buffers, name, b)
             for table in tables
@@ -195,12 +197,9 @@ class Buffers:
         ):
             # cloned: a view of a dtype must be aligned
             value = part.clone().view(b.dtype).view(b.shape)
-            if before.get(id(b)) == b.data_ptr():
+            if id(b) in before:
                 _write(b, value)
-            elif id(b) in before:
-                # `buffer.data` was set: an activation, or the user's data, may be the same memory
-                b.data = _like(b, value)
-            else:  # the buffer itself was
+            else:  # autograd may have saved it
                 table[name] = assigned.setdefault(b, _like(b, value))
 
 

@@ -19,7 +19,7 @@ from .debug import CheckedUnit
 from .initial_values import Initializer
 from .layout import ChunkLayout
 from .partition import UnitModules
-from .sharded import Value, about, forget, is_sharded, owner_or_none, read
+from .sharded import Value, about, forget, is_sharded, read
 from .unit import Unit, WholeUnit
 
 SlotDtype = Callable[[str, nn.Parameter], torch.dtype]
@@ -212,21 +212,13 @@ def check_same_structure(
 
 def fill_shards(
     units: list[Unit],
-    model: nn.Module,
     collectives: LocalCollectives,
     device: torch.device,
     initializer: Initializer,
 ) -> None:
     """Cut every unit into shards, from rank 0's values, whatever the other ranks initialised;
     collective.
-
-    An engine that had the parameters before retires.
     """
-    earlier = dict.fromkeys(
-        owner for p in model.parameters() if (owner := owner_or_none(p)) is not None
-    )
-    for owner in earlier:
-        owner.compare_notes()
     for unit in units:
         initializer.fill((entry.name, entry.parameter) for entry in unit.entries)
         initial = _initial_values(unit)
@@ -244,8 +236,6 @@ def fill_shards(
                 entry.parameter.data = torch.empty(
                     0, dtype=entry.dtype, device=entry.parameter.device
                 )
-    for owner in earlier:
-        owner.retire()
 
 
 def _initial_values(unit: Unit) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from ..collectives import LocalCollectives
-from .access import Access
+from .access import Access, owners_of
 from .agreement import compare_notes, describe_exchange
 from .backward import Backward
 from .buffers import Buffers
@@ -79,8 +79,6 @@ class Zero3Engine:
     """
 
     units: list[Unit]
-    # why what a pass that failed had changed is lost, to be raised
-    _lost: ResidencyError | None = None
     inspect: Callable[[Unit, Any], None] | None = None  # looks at a unit's outputs
 
     def __init__(
@@ -109,7 +107,12 @@ class Zero3Engine:
         check_same_structure(self.units, model, optimizers, collectives)
         initializer = Initializer(model, loaded)
         initializer.fill_buffers(model)
-        fill_shards(self.units, model, collectives, device, initializer)
+        earlier = owners_of(model.parameters())
+        for owner in earlier:
+            compare_notes(owner.collectives)
+        fill_shards(self.units, collectives, device, initializer)
+        for owner in earlier:
+            owner.retire()  # this engine has taken the parameters over
         self.buffers = Buffers(model, collectives, device)
         self._connect(reduce_once, reduce_dtype)
         self._forward = ForwardOrder(foresees=not debug)
@@ -221,7 +224,7 @@ class Zero3Engine:
 
     def open_step(self) -> None:
         """What precedes the first operation of a step."""
-        if self._lost or self.passes.active:
+        if self.passes.active:
             self.abandon()
         self._saved.leave(None)
         self.access.require_unwritten()
@@ -268,16 +271,16 @@ class Zero3Engine:
         self._saved.leave(None)
         while self._spreading:
             self._spreading.pop().spread = None
+        lost: list[ResidencyError] = []
         for unit in tuple(self.arena.in_use):
             try:
                 unit.abandon()
             except ResidencyError as error:  # a change in place that cannot be stored
-                self._lost = self._lost or error
+                lost.append(error)
         self.passes.abandon()
         self.collectives.exchange_log.suspend_trace()
-        lost, self._lost = self._lost, None
-        if lost is not None:
-            raise lost
+        if lost:
+            raise lost[0]
 
     # ----------------------------------------------------------------------------------- optimizers
 
@@ -295,8 +298,6 @@ class Zero3Engine:
                 f"{name} was stepped inside of `gathered`, where the parameters of unit {lent.name}"
                 " have values of their own: one of the two would be lost. Step it outside."
             )
-        if self._lost:
-            self.abandon()
         self.access.require_unwritten()
         self._adopt_values()
 

@@ -11,8 +11,7 @@ parameters switch the class of a tensor, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableSequence, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Protocol, cast
@@ -75,17 +74,6 @@ class Owner(Protocol):
 
     def set_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
         """Store a whole gradient that all ranks have, or clear it; local."""
-
-    def gathered(
-        self, parameters: Iterable[nn.Parameter], modify: bool
-    ) -> AbstractContextManager[None]:
-        """Inside, the parameters are ordinary and full; collective."""
-
-    def compare_notes(self) -> None:
-        """Raise a DivergenceError if ranks have written other values; collective."""
-
-    def retire(self) -> None:
-        """Let go of the parameters: another engine has taken them over."""
 
 
 @dataclass(eq=False)

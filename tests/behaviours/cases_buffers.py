@@ -78,32 +78,6 @@ class BufferThatIsAnOutput(Case):
 
 
 @case
-class BufferWhoseDataIsAnOutput(BufferThatIsAnOutput):
-    """`buffer.data = output`: all ranks have rank 0's, and the outputs that a rank keeps stay its
-    own
-    """
-
-    class Head(Remembering):
-        def forward(self, x):
-            y = nn.Linear.forward(self, x)
-            self.last.data = y.detach()
-            return y
-
-    def model(self):
-        model = Chain()
-        model.head = self.Head()
-        return model
-
-    def between(self, run):
-        run.begin_forward()
-        if run.is_reference:
-            value = run.model.head.last.clone()
-            dist.broadcast(value, 0)
-            run.model.head.last.data = value
-        run.log(run.model.head.last.clone())
-
-
-@case
 class BufferThatIsTheBatch(Case):
     """A buffer is assigned the batch, whose memory is the data set's: the data stay a rank's own"""
 

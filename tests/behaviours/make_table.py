@@ -122,7 +122,7 @@ DROPPED = (
         "what is kept is a snapshot, with a warning; a write to a copy is an error, and to"
         " `p.data`, `p.detach()` and their rows it is stored",
     ),
-    ("Wrong under ddp too, or refused by torch", 7, "torch's error, or ours"),
+    ("Wrong under ddp too, or refused by torch", 8, "torch's error, ours, or what ddp does"),
     ("Another shape or dtype than at set-up (`model.double()`)", 3, "an error"),
     ("Stale gradients, and a network stepped before its backward", 3, "an error"),
     (

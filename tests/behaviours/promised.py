@@ -572,7 +572,6 @@ NOT_PROMISED: dict[str, tuple[str, ...]] = {
     "Is wrong or fails under ddp too, or torch itself refuses it.": (
         "data-transposed-in-forward",
         "buffer-that-is-an-output",
-        "buffer-whose-data-is-an-output",
         "buffer-that-is-the-batch",
         "buffer-assigned-two-forwards",
         "buffers-of-a-late-module",
