@@ -340,7 +340,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             step.optimizer.state = {}  # type: ignore[assignment]
         super().teardown()
         for step in steps:
-            step.optimizer.state = step.whole  # type: ignore[assignment]
+            step.optimizer.state = step.state_of_parameters  # type: ignore[assignment]
 
     # ---------------------------------------------------------------------------------------- steps
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..collectives import LocalCollectives, Meeting
 from .agreement import compare_notes
+from .backward import Backward
 from .chunk import Entry
 from .gradients import Gradients
 from .hooks import transform
@@ -37,17 +38,17 @@ from .unit import Unit
 class Access:
     """The owner of all parameters of an engine; see :class:`~.sharded.Owner`."""
 
-    in_step = False  # a step runs, whose writes the ranks compare at the end of its backward
-
     def __init__(
         self,
         units: list[Unit],
         collectives: LocalCollectives,
         gradients: Gradients,
+        passes: Backward,
         weights_changed: Callable[[list[Entry]], None],
         retire: Callable[[], None],
     ) -> None:
-        self._units, self.collectives, self._gradients = units, collectives, gradients
+        self._units, self.collectives = units, collectives
+        self._gradients, self._passes = gradients, passes
         self._weights_changed, self.retire = weights_changed, retire
         self._entries: dict[Value, Entry] = {}
         self._absent: dict[Entry, Tensor] = {}  # what has the shape and dtype of a gradient
@@ -103,7 +104,7 @@ class Access:
         tensor = tensor.detach().broadcast_to(entry.size)
         self.collectives.exchange_log.record_write(
             entry.name,
-            "written" if self.in_step else "stored",
+            "written" if self._passes.in_step else "stored",
             tensor.to(entry.chunk.values.device, entry.dtype),
         )
         with torch.no_grad():
@@ -134,8 +135,8 @@ class Access:
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """See :meth:`.Owner.gradient`."""
         entry = self._entries[about(parameter)]
-        self._gradients.drop_failed()
-        self._gradients.settle(entry.name)
+        self._passes.drop_failed()
+        self._passes.settle(entry.name)
         if not self._gradients.present(entry):
             return None
         shown = self._shown.get(entry)
@@ -160,7 +161,7 @@ class Access:
         if not entry.trained:
             return  # no optimizer would read it
         if grad is None:
-            self._gradients.drop_failed()
+            self._passes.drop_failed()
             self._gradients.require_not_arrived(entry)
             self._gradients.clear(entry)
             return
@@ -169,7 +170,7 @@ class Access:
                 return  # as after `parameter.grad *= 2`
             grad = grad.clone()
         with apart():
-            self._gradients.settle(entry.name)
+            self._passes.settle(entry.name)
             self._gradients.assign(entry, grad)
         entry.assigned += 1
         if (shown := self.gradient(parameter)) is not None:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ..collectives import LocalCollectives
 from ..support import profile_range
-from .access import Access
 from .agreement import reach_agreement
 from .buffers import Buffers
 from .gradients import Gradients
@@ -38,19 +37,18 @@ class Backward:
         collectives: LocalCollectives,
         buffers: Buffers,
         joint: JointSteps,
-        access: Access,
         adopt_values: Callable[[], None],
         failed: Callable[[], None],
     ) -> None:
         self._units, self._gradients, self._reducer = units, gradients, gradients.reducer
         self._collectives, self._buffers, self._joint = collectives, buffers, joint
-        self._access, self._adopt_values, self._failed = access, adopt_values, failed
-        gradients.settle, gradients.drop_failed = self.settle, self.drop_failed
+        self._adopt_values, self._failed = adopt_values, failed
         # Indices of units in the order that all ranks expect, the reverse of their forward. All
         # must issue exchanges in one order, but a rank may skip a unit that others visit (its loss
         # does not depend on it there): walking this to its end, it takes part in the exchanges of
         # all visits, its own or not.
         self.coming: deque[int] = deque()
+        self.in_step = False  # of the model, for the end of which buffers wait
         self.active = False  # a pass has begun and not ended
         # all ranks end one, whatever this one has to differentiate; and have
         self.opened = self._ended = False
@@ -214,7 +212,7 @@ class Backward:
         for unit in reversed(self._units):
             if late[unit.index]:
                 self._reducer.reduce(unit)
-        if self._access.in_step:
+        if self.in_step:
             self._owed = changed  # since the last time, so it holds what an earlier pass found
         elif any(changed):
             self._buffers.synchronize(changed)

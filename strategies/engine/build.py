@@ -63,13 +63,14 @@ def build_units(
             earlier = about(p) if is_sharded(p) else None
             cls = type(p) if earlier is None else earlier.cls
             meta = torch.empty_like(p, device="meta") if earlier is None else earlier.meta
-            entry = Entry(name, p, cls, p.dtype, p.shape, meta.stride(), is_trained, index)
-            entry.value = Value(f"{name!r} (unit {part.name})", cls, meta)
+            value = Value(f"{name!r} (unit {part.name})", cls, meta)
             # a single rank unshards nothing: its parameters view their shards
             slot = p.dtype if collectives.alone else slot_dtype(name, p)
             wires = slot == torch.float32 and not collectives.alone
             wire = wire_dtype(name, p) if wires else slot
-            buckets.setdefault((is_trained, slot, wire, p.dtype), []).append(entry)
+            buckets.setdefault((is_trained, slot, wire, p.dtype), []).append(
+                Entry(name, p, value, is_trained, index)
+            )
         chunks = [
             _chunk(bucket, dtypes, collectives.world_size)
             for (_, *dtypes), bucket in buckets.items()
@@ -232,7 +233,7 @@ def fill_shards(
             chunk.own(shard if collectives.alone else shard.clone(), collectives.rank)
             for entry in chunk.entries:
                 forget(entry.parameter)
-                entry.parameter.__class__ = entry.cls
+                entry.parameter.__class__ = entry.value.cls
                 entry.parameter.data = torch.empty(
                     0, dtype=entry.dtype, device=entry.parameter.device
                 )

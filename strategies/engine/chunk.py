@@ -24,10 +24,7 @@ class Entry:
 
     name: str
     parameter: nn.Parameter
-    cls: type[nn.Parameter]  # the user's
-    dtype: torch.dtype  # the user's
-    size: torch.Size  # [...], the user's
-    stride: tuple[int, ...]  # of the dense memory order it is stored in
+    value: Value
     trained: bool  # an optimizer has it
     unit: int  # index of its unit
     number: int = -1  # among all trained parameters of the engine
@@ -38,13 +35,15 @@ class Entry:
     # set when an engine takes it over
     chunk: Chunk = field(init=False, repr=False)
     span: Span | None = field(init=False)  # of the elements that this rank owns; None: of none
-    value: Value = field(init=False, repr=False)
     absent: Tensor = field(init=False, repr=False)  # its data while it is sharded
     # this rank's part of its values [elements of `span`], which optimizers step on
     shard: nn.Parameter = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.cls_in_use = class_in_use(self.cls)
+        self.cls_in_use = class_in_use(self.value.cls)
+        meta = self.value.meta
+        self.dtype, self.size = meta.dtype, meta.shape  # the user's
+        self.stride = meta.stride()  # of the dense memory order it is stored in
 
     def view(self, chunk: Tensor, offset: int) -> Tensor:
         """The parameter inside a flat ``chunk`` [numel]."""

@@ -146,18 +146,22 @@ class Zero3Engine:
         self._saved = SavedTensors(self.arena)
         self.gradients = Gradients(self.units, self.reducer, self.collectives.exchange_log)
         self.joint = JointSteps(self.units, self.reducer, self.collectives)
-        self.access = Access(
-            self.units, self.collectives, self.gradients, self.weights_changed, self.close
-        )
         self.passes = Backward(
             self.units,
             self.gradients,
             self.collectives,
             self.buffers,
             self.joint,
-            self.access,
             self._adopt_values,
             self.abandon,
+        )
+        self.access = Access(
+            self.units,
+            self.collectives,
+            self.gradients,
+            self.passes,
+            self.weights_changed,
+            self.close,
         )
 
     def close(self) -> None:
@@ -177,7 +181,7 @@ class Zero3Engine:
             full = unit.values()
             for entry in unit.entries:
                 forget(entry.parameter)
-                entry.parameter.__class__ = entry.cls
+                entry.parameter.__class__ = entry.value.cls
                 entry.parameter.data = full[entry.name].to("cpu", copy=True)
         self.close()
 
@@ -201,7 +205,7 @@ class Zero3Engine:
         ranks on the CPU their memory is free from here on, which is when activations begin to need
         it.
         """
-        if self.access.in_step:
+        if self.passes.in_step:
             yield
             return
         self.open_step()
@@ -210,7 +214,7 @@ class Zero3Engine:
         elif not self.joint.running:
             self.collectives.exchange_log.resume_trace()
         try:
-            self.access.in_step = True
+            self.passes.in_step = True
             if gradients_over:
                 self.gradients.take_away()
             yield
@@ -218,7 +222,7 @@ class Zero3Engine:
             self.abandon()
             raise
         finally:
-            self.access.in_step = self.gradients.over = False
+            self.passes.in_step = self.gradients.over = False
         self.passes.end_step()
         self.access.require_unwritten()
 
@@ -357,7 +361,7 @@ class Zero3Engine:
 
     def _enter_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
         if graph_task() == NO_GRAPH_TASK:
-            if self.collectives.exchange_log.has_stored and not (self.access.in_step or unit.lent):
+            if self.collectives.exchange_log.has_stored and not (self.passes.in_step or unit.lent):
                 # where no rank but this one has stored anything, the next exchange of the others
                 # tells
                 with apart():

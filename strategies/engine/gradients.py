@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from .unit import Unit
 class Gradients:
     """Keeps the books of who has a gradient, from when it was cleared to the optimizer's step."""
 
-    settle: Callable[[str], None]  # see `Backward.settle`, which comes later
-    drop_failed: Callable[[], None]  # see `Backward.drop_failed`
     used: bytearray  # of each trained parameter: this rank has a gradient since it was cleared
 
     def __init__(self, units: list[Unit], reducer: Reducer, exchange_log: ExchangeLog) -> None:

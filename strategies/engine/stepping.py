@@ -130,7 +130,7 @@ def _cut(entry: Entry, key: str, value: Any) -> Any:
     return entry.cut(value.to(entry.shard.device)).clone()
 
 
-class WholeState(MutableMapping):
+class StateOfParameters(MutableMapping):
     """``optimizer.state`` between steps: by parameter of the module, and whole; collective to read.
 
     What was read or set is cut into shards when the optimizer steps next.
@@ -246,10 +246,10 @@ class OptimizerStep:
         self._groups: list[list[Entry]] = []  # the same
         self._nested = 0  # calls of `super().step()` within `step()`, which have hooks too
         self.is_closed = False  # the optimizer was let go
-        self.whole = WholeState(self)
+        self.state_of_parameters = StateOfParameters(self)
         for key in [key for key in self.state if isinstance(key, Tensor)]:
-            self.whole.given[key] = self.state.pop(key)
-        optimizer.state = self.whole  # type: ignore[assignment]
+            self.state_of_parameters.given[key] = self.state.pop(key)
+        optimizer.state = self.state_of_parameters  # type: ignore[assignment]
         self._first = optimizer.register_step_pre_hook(self._before)
         self._last = optimizer.register_step_post_hook(self._after)
         # A learning-rate scheduler of torch sets `step` on the optimizer itself.
@@ -297,7 +297,7 @@ class OptimizerStep:
         shared, self.state = self.state, {**self.state}
         for key in [key for key in shared if isinstance(key, Tensor)]:
             del shared[key]
-        shared.update(self.whole.given)
+        shared.update(self.state_of_parameters.given)
         self.optimizer.state = shared  # type: ignore[assignment]
 
     def entry_of(self, key: Any) -> Entry | None:
@@ -366,15 +366,15 @@ class OptimizerStep:
         """What users have set in `optimizer.state`, or put in its place, becomes known; local."""
         if self.is_closed:
             return
-        if (given := self.optimizer.state) is not self.whole and not self._parameters:
-            self.whole.clear()
-            self.whole.update(given)
-        self.whole.cut()
+        if (given := self.optimizer.state) is not self.state_of_parameters and not self._parameters:
+            self.state_of_parameters.clear()
+            self.state_of_parameters.update(given)
+        self.state_of_parameters.cut()
 
     def _swap_back(self) -> list[list[Entry]]:
         for group, its in zip(self.optimizer.param_groups, self._parameters, strict=True):
             group["params"][:] = its
-        self.state, self.optimizer.state = self.optimizer.state, self.whole  # type: ignore
+        self.state, self.optimizer.state = self.optimizer.state, self.state_of_parameters  # type: ignore
         self._parameters, groups, self._groups = [], self._groups, []
         return groups
 

@@ -174,7 +174,7 @@ def load_optimizer_state(
     shared = {key: value for key, value in saved["state"].items() if key not in parameters}
     saved["state"] = {name: state for name, state in saved["state"].items() if name in parameters}
     remarks = _load_group_options(names, optimizer, saved, index)
-    step.whole.clear()
+    step.state_of_parameters.clear()
     step.state.update(shared)
     if set_owned_state is not None:
         set_owned_state(saved["state"])
