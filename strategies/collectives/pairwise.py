@@ -31,8 +31,6 @@ class PairwiseCollectives(GroupCollectives):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self._labels: dict[int, Tensor] = {}  # label -> [1], to send
-        self._spare_labels: list[Tensor] = []  # [1], to receive labels in
         self._others = [r for r in range(self.world_size) if r != self.rank]
         self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._staged_bytes = 0  # bytes of the staging that sums in flight use
@@ -88,20 +86,10 @@ class PairwiseCollectives(GroupCollectives):
 
     def _exchange_label(self, label: int) -> _LabelExchange:
         """Begin to send ``label`` to the other ranks and to receive theirs."""
-        sent = self._labels.get(label)
-        if sent is None:
-            sent = self._labels[label] = torch.tensor([label], device="cpu")
-        spare = self._spare_labels
-        arriving = [
-            spare.pop() if spare else torch.empty(1, dtype=torch.int64, device="cpu")
-            for _ in self._others
-        ]
-        works = [
-            _recv(self._control, [t], r, self._LABEL)
-            for t, r in zip(arriving, self._others, strict=True)
-        ]
-        works += [_send(self._control, [sent], r, self._LABEL) for r in self._others]
-        return _LabelExchange(self, label, arriving, works)
+        labels = torch.full((self.world_size, 1), label, device="cpu")
+        works = [_recv(self._control, [labels[r]], r, self._LABEL) for r in self._others]
+        works += [_send(self._control, [labels[self.rank]], r, self._LABEL) for r in self._others]
+        return _LabelExchange(self, labels, works)
 
     def _reserve_staging(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory [1 or 2, numel] for arriving shards that no other sum in flight uses."""
@@ -121,28 +109,22 @@ class _LabelExchange:
     """The label of an exchange on its way to and from the other ranks.
 
     Args:
-        label: this rank's label.
-        arriving: memory [1] for the label of each other rank, in rank order.
+        labels: [world_size, 1], of each rank; this rank's is there, the others arrive.
         works: sends and receives in flight.
     """
 
     def __init__(
-        self,
-        communicator: PairwiseCollectives,
-        label: int,
-        arriving: list[Tensor],
-        works: list[dist.Work],
+        self, communicator: PairwiseCollectives, labels: Tensor, works: list[dist.Work]
     ) -> None:
-        self._communicator, self._label = communicator, label
-        self._arriving, self._works = arriving, works
+        self._communicator, self._labels, self._works = communicator, labels, works
 
     def wait(self) -> None:
         """Wait until all labels are there; raise if one differs."""
         for work in self._works:
             work.wait()
-        for rank, tensor in zip(self._communicator._others, self._arriving, strict=True):
-            self._communicator.require_same_label(self._label, rank, int(tensor))
-        self._communicator._spare_labels += self._arriving
+        labels = self._labels.flatten().tolist()
+        for rank, label in enumerate(labels):
+            self._communicator.require_same_label(labels[self._communicator.rank], rank, label)
 
 
 class _OrderedSum(Pending):

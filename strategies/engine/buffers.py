@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +76,6 @@ class Buffers:
         # by the object, not by its id: one that dies here leaves that to a new buffer
         moved: dict[Tensor, Tensor] = {}
         for prefix, module in model.named_modules():
-            _materialize_buffers(prefix, module)
             _require_dense_if_saved(prefix, module)
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -251,22 +249,3 @@ def _require_dense_if_saved(prefix: str, module: nn.Module) -> None:
                 " checkpoints hold dense tensors only. Register it with `persistent=False`, or"
                 " make it dense."
             )
-
-
-def _materialize_buffers(prefix: str, module: nn.Module) -> None:
-    waiting = [
-        name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta
-    ]
-    if not waiting:
-        return
-    if not hasattr(module, "reset_running_stats"):
-        name = f"{prefix}.{waiting[0]}".lstrip(".")
-        raise ValueError(
-            f"Buffer {name!r} is on the meta device, and only the running statistics of norm layers"
-            ' can be initialised from there. Create it with `device="cpu"`.'
-        )
-    for name in waiting:
-        buffer = module._buffers[name]
-        assert buffer is not None
-        module._buffers[name] = torch.empty_like(buffer, device="cpu")
-    cast(Any, module).reset_running_stats()

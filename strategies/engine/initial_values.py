@@ -38,34 +38,33 @@ class Initializer:
             self._owners.update({id(p): module for p in module._parameters.values()})
 
     def fill_buffers(self, model: nn.Module) -> None:
-        """Initialise buffers by ``_init_weights``; before parameters have memory.
-
-        Others stay as they are: running statistics of norm layers need none of this.
+        """Initialise running statistics of norm layers, and other buffers by ``_init_weights``;
+        before parameters have memory.
 
         Raises:
-            ValueError: it did not.
+            ValueError: that left one as it was.
         """
         for prefix, module in model.named_modules():
-            buffers = [(name, b) for name, b in module._buffers.items() if b is not None]
-            waiting = {
-                f"{prefix}.{name}".lstrip("."): name for name, buffer in buffers if buffer.is_meta
-            }
-            around = self._around(module)
-            if around is None and not all(name in self._loaded for name in waiting):
+            waiting = [n for n, b in module._buffers.items() if b is not None and b.is_meta]
+            if not waiting:
                 continue
-            for name in waiting.values():
-                module._buffers[name] = _unset(module._buffers[name])
-            if around is not None and waiting:
+            for name in waiting:
+                module._buffers[name] = _unset(cast(Tensor, module._buffers[name]))
+            around = self._around(module)
+            if hasattr(module, "reset_running_stats"):
+                cast(Any, module).reset_running_stats()
+            elif around is not None:
                 with torch.no_grad():
                     cast(Any, around)._init_weights(module)
-            for full, name in waiting.items():
+            for name in waiting:
+                buffer, full = cast(Tensor, module._buffers[name]), f"{prefix}.{name}".lstrip(".")
                 if full in self._loaded:
-                    module._buffers[name].zero_()
-                elif _has_unset(module._buffers[name]):
+                    buffer.zero_()
+                elif _has_unset(buffer):
                     raise ValueError(
-                        f"Buffer {full!r} is on the meta device, and `_init_weights` of"
-                        f" {type(around).__name__} leaves it as it is. Create it with"
-                        ' `device="cpu"`.'
+                        f"Buffer {full!r} is on the meta device, from where only the running"
+                        " statistics of norm layers, and what `_init_weights` sets, can be"
+                        ' initialised. Create it with `device="cpu"`.'
                     )
 
     def fill(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:

@@ -34,6 +34,10 @@ class UnitModules:
         """For errors and logs."""
         return "+".join(self.names) or "(root)"
 
+    def joined(self, other: UnitModules) -> UnitModules:
+        """One unit of the modules of both."""
+        return UnitModules(self.members + other.members, self.names + other.names)
+
 
 def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitModules]:
     """Split ``model`` into units that together own every parameter exactly once, in definition
@@ -205,7 +209,7 @@ def _join_tied(units: list[UnitModules]) -> list[UnitModules]:
         place = result.index(tied[0]) if tied else len(result)
         for other in reversed(tied):
             result.remove(other)
-            joined = UnitModules(other.members + unit.members, other.names + unit.names)
+            joined = other.joined(unit)
             ids[joined] = ids[other] | ids[unit]
             unit = joined
         result.insert(place, unit)
@@ -219,11 +223,7 @@ def _is_inside(inner: UnitModules, outer: UnitModules) -> bool:
 def _join_small(units: list[UnitModules]) -> list[UnitModules]:
     result: list[UnitModules] = []
     for unit in units:
-        joined = (
-            UnitModules(result[-1].members + unit.members, result[-1].names + unit.names)
-            if result
-            else unit
-        )
+        joined = result[-1].joined(unit) if result else unit
         numels = {id(p): p.numel() for m in joined.members for p in m.parameters()}
         if result and sum(numels.values()) <= SMALL_NUMEL:
             result[-1] = joined

@@ -9,6 +9,7 @@ from helpers.ranks import run_ranks
 from lightning_zero3.strategies.collectives import LocalCollectives, make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
 from lightning_zero3.strategies.engine.buffers import Buffers
+from lightning_zero3.strategies.engine.initial_values import Initializer
 
 
 def _engine(model):
@@ -39,6 +40,7 @@ def test_buffers_stay_each_module_s_own_where_moving_them_makes_copies(monkeypat
     """
     with torch.device("meta"):
         model = nn.Sequential(*(nn.BatchNorm1d(4, affine=False) for _ in range(64)))
+    Initializer(model).fill_buffers(model)
     copies = {  # made now, so that they do not take the addresses
         torch.float32: [torch.empty(4) for _ in range(2 * 64)],
         torch.int64: [torch.empty((), dtype=torch.int64) for _ in range(64)],
@@ -184,7 +186,7 @@ def test_what_init_weights_leaves_as_it_is_is_refused():
 
     with torch.device("meta"):
         model = Other()
-    with pytest.raises(ValueError, match=r"Buffer 'blocks.0.angles' .* `_init_weights` of Other"):
+    with pytest.raises(ValueError, match=r"Buffer 'blocks.0.angles' is .* `_init_weights` sets"):
         _engine(model)
     for block in model.blocks:
         block.angles = torch.zeros(4)
