@@ -39,7 +39,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         flags.on_wait, flags.require_same_label = self._read, self.require_same_label
         # address, bytes, the block of each rank
         self._blocks: list[tuple[int, int, list[Tensor]]] = []
-        self._ballots = [block.view(torch.int64) for block in ballots]  # of each rank
+        self._ballots = ballots  # of each rank [int64]
 
     @staticmethod
     def open(group: dist.ProcessGroup) -> SharedMemoryCollectives | None:
@@ -58,10 +58,11 @@ class SharedMemoryCollectives(PairwiseCollectives):
             or not here[2]
         ):
             return None
-        blocks, ballots = _share_memory(group, FLAGS_BYTES), _share_memory(group, _BALLOT_BYTES)
-        if blocks is None or ballots is None:
+        blocks = _share_memory(group, FLAGS_BYTES + _BALLOT_BYTES)
+        if blocks is None:
             return None
-        words = [block.numpy().data.cast("q") for block in blocks]
+        words = [block[:FLAGS_BYTES].numpy().data.cast("q") for block in blocks]
+        ballots = [block[FLAGS_BYTES:].view(torch.int64) for block in blocks]
         timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         flags = SharedFlags(words, dist.get_rank(group), [pid for _, pid in everyone], timeout)
         return SharedMemoryCollectives(group, flags, ballots)
