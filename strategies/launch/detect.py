@@ -295,11 +295,7 @@ def _meeting_point(read: _Reader, places: Mapping[str, int]) -> tuple[str, int]:
 
 
 def _address(read: _Reader, places: Mapping[str, int]) -> str:
-    if read.launcher is SLURM:
-        for name in ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"):
-            if name in read.environ:
-                read.note("main_address", f"first host of {name}={read.environ[name]}")
-                return first_host(read.environ[name])
+    # Lightning's environment for LSF sets MASTER_ADDR to this host, of one node too.
     hosts = read.environ.get("LSB_MCPU_HOSTS", "").split()[::2]
     if read.launcher is LSF and len(hosts) > 1:
         read.note(
@@ -310,6 +306,11 @@ def _address(read: _Reader, places: Mapping[str, int]) -> str:
     if places["world_size"] == places["local_world_size"]:
         read.note("main_address", "all processes are on this node")
         return LOOPBACK[0]
+    if read.launcher is SLURM:
+        for name in ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"):
+            if name in read.environ:
+                read.note("main_address", f"first host of {name}={read.environ[name]}")
+                return first_host(read.environ[name])
     raise LaunchError(
         f"{places['world_size']} processes on several nodes (rank {places['rank']} is number"
         f" {places['local_rank']} of {places['local_world_size']} here,"

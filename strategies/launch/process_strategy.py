@@ -43,7 +43,7 @@ from .host import bind_to_numa_node, limit_threads, visible_devices
 from .orphans import PARENT_VARIABLE, end_with_parent
 from .rendezvous import end_process_group, listen, serve_at, start_process_group
 from .signals import AgreedSignals
-from .world import LaunchError, Request, World
+from .world import LOOPBACK, LaunchError, Request, World
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -66,6 +66,10 @@ def _needs_port(environment: ClusterEnvironment | None, nodes: int) -> bool:
     return True
 
 
+def _main_address() -> str:
+    return os.environ.get("MASTER_ADDR", LOOPBACK[0])
+
+
 @cache
 def _say_once(line: str) -> None:
     rank_zero_info(line)
@@ -81,7 +85,7 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if _needs_port(self.cluster_environment, self.num_nodes):
-            os.environ["MASTER_PORT"] = str(serve_at(listen()))
+            os.environ["MASTER_PORT"] = str(serve_at(listen(_main_address())))
         os.environ[PARENT_VARIABLE] = str(os.getpid())
         try:
             return super().launch(function, *args, **kwargs)
@@ -138,7 +142,7 @@ class _ForkLauncher(_MultiProcessingLauncher):
             yield
             return
         try:
-            with listen() as self._listener:
+            with listen(_main_address()) as self._listener:
                 yield
         finally:
             self._listener = None

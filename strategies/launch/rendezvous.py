@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -168,20 +168,18 @@ def _without_interrupts() -> Iterator[None]:
 # ---- the store -----------------------------------------------------------------------------------
 
 
-def listen() -> socket.socket:
-    """Return a socket that listens at a free port, which no other process can take from then on.
+def listen(address: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens at ``port``, by default a free one, as rank 0 at ``address``.
 
-    All processes are on this host, and others cannot reach it, unless the user has given another
-    name of the host.
+    Other hosts cannot reach it at a loopback address. At another one it listens on all interfaces.
     """
-    address = os.environ.get("MASTER_ADDR", LOOPBACK[0])
     if address in LOOPBACK:
         family = socket.AF_INET6 if address == "::1" else socket.AF_INET
-        place = ("::1" if address == "::1" else LOOPBACK[0], 0)
+        place = ("::1" if address == "::1" else LOOPBACK[0], port)
         return socket.create_server(place, family=family, backlog=2048)
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
-    return socket.create_server(("", 0), family=family, backlog=2048, dualstack_ipv6=dual)
+    return socket.create_server(("", port), family=family, backlog=2048, dualstack_ipv6=dual)
 
 
 def serve_at(listener: socket.socket) -> int:
@@ -194,12 +192,15 @@ def serve_at(listener: socket.socket) -> int:
 def open_store(world: World, timeout: timedelta) -> dist.Store:
     """Return the store that rank 0, or torchrun, serves at the record's address.
 
-    Each call with the same address returns the same store.
+    Each call with the same address returns the same store. A single process has a store in its
+    memory, and opens no port.
 
     Raises:
         LaunchError: the address does not resolve or answer, or the port is taken.
     """
     place = (world.main_address, world.main_port)
+    if world.world_size == 1:
+        _stores.setdefault(place, dist.HashStore())
     if place not in _stores:
         _require_resolvable(world)
         listener = _listeners.pop(world.main_port, None)
@@ -209,6 +210,10 @@ def open_store(world: World, timeout: timedelta) -> dist.Store:
                 f"Rank {world.rank} has not reached rank 0 at {world.meeting_point} yet"
             ):
                 is_server = world.rank == 0 and not is_agent_store
+                if is_server and listener is None:
+                    # torch listens on all interfaces. If the port is taken, it says so.
+                    with suppress(OSError):
+                        listener = listen(*place)
                 rest = timeout if is_server else _wait_for_server(place, timeout)
                 # The store does not wait for the other ranks: it could only count them, while the
                 # roll call names those that are missing.

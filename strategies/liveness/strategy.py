@@ -94,8 +94,8 @@ class WatchedStrategy(ProcessStrategy):
         # hazard: the watch must not wait for the default store's connection, which the training
         # thread may hold while it waits there.
         default_store: Any = distributed_c10d._get_default_store()  # torch's stub lacks `clone`
-        # Who reaches the store's port does not find what the watch takes orders from: the name is
-        # known to the ranks alone.
+        # What else writes to the store cannot guess where the watch takes its orders from. (Who
+        # asks the store for all of its keys finds it: strangers must not reach the port.)
         token = self.broadcast(uuid.uuid4().hex)
         store = dist.PrefixStore(f"lightning_zero3/watch/{token}", default_store.clone())
         self.watch = Watch(self._watch_options, store, dist.get_rank(), dist.get_world_size())

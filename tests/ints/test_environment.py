@@ -356,7 +356,9 @@ def test_two_processes_never_share_a_device():
 
 def test_slurm():
     suffix = {**VECTORS["slurm nodelist with suffix"]["env"], "SLURM_STEP_ID": "0"}
-    assert record(detect(suffix, Devices())) == (0, 0, 0, 2, 2, "a-3-x", 18456)
+    nodes = {**suffix, "SLURM_NTASKS": "4"}
+    assert record(detect(nodes, Devices())) == (0, 0, 0, 4, 2, "a-3-x", 18456)
+    assert record(detect(suffix, Devices())) == (0, 0, 0, 2, 2, "127.0.0.1", 18456)  # on one node
     uneven = {
         **without(SRUN, "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"),
         "SLURM_TASKS_PER_NODE": "5,3",

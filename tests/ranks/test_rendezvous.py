@@ -182,20 +182,28 @@ def total(rank):
     return x.item()
 
 
-@pytest.mark.parametrize("address", [None, "127.0.0.1", "localhost"])
-def test_a_run_on_one_host_cannot_be_reached_from_others(address, monkeypatch):
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    if address is not None:
-        monkeypatch.setenv("MASTER_ADDR", address)
-    with listen() as listener:
-        port = listener.getsockname()[1]
-        socket.create_connection((address or "127.0.0.1", port), timeout=5).close()
-        with pytest.raises(ConnectionRefusedError):  # another address of this host
-            socket.create_connection(("127.0.0.2", port), timeout=5)
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize("is_given", [False, True], ids=["our port", "a given port"])
+def test_a_run_on_one_host_cannot_be_reached_from_others(address, is_given, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_stores", {})
+    port = free_port() if is_given else serve_at(listen(address))
+    store = rendezvous.open_store(world(0, 2, port, address), timedelta(seconds=SOON_S))
+    other = rendezvous.open_store(world(1, 2, port, address), timedelta(seconds=SOON_S))
+    other.set("key", "value")
+    assert store.get("key") == b"value"
+    with pytest.raises(ConnectionRefusedError):  # another address of this host
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+
+
+def test_a_single_process_opens_no_port(monkeypatch):
+    monkeypatch.setattr(dist, "TCPStore", None)
+    for address in ("127.0.0.1", "no-such-host.invalid"):
+        store = rendezvous.open_store(world(0, 1, 77, address), timedelta(seconds=SOON_S))
+        assert store.add("key", 1) == 1
 
 
 def port_that_nobody_else_can_take(rank):
-    box = [serve_at(listen()) if rank == 0 else None]
+    box = [serve_at(listen("127.0.0.1")) if rank == 0 else None]
     dist.broadcast_object_list(box)
     with pytest.raises(OSError, match="in use"):
         socket.create_server(("", box[0]))
