@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..support import printable
 from .detect import detect
 from .host import cpus_of_numa_node, numa_node_of, online_cpus, visible_devices
 from .launchers import shown_variables
@@ -284,7 +285,9 @@ def _by_rank(values: Mapping[int, Any]) -> str:
     for rank, value in values.items():
         ranks.setdefault("-" if value is None else str(value), []).append(rank)
     if len(ranks) < 2:
-        return escape("".join(ranks))
+        return escape(printable("".join(ranks)))
     return escape(
-        "\n".join(f"{','.join(map(str, owners))}: {value}" for value, owners in ranks.items())
+        "\n".join(
+            f"{','.join(map(str, owners))}: {printable(value)}" for value, owners in ranks.items()
+        )
     )

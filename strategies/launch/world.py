@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..support import printable
+
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class LaunchError(RuntimeError):
     """The processes of this run were started in a way that cannot work."""
+
+    def __init__(self, message: str) -> None:
+        # it may quote variables and other processes
+        super().__init__(printable(message, kept="\n"))
 
 
 @dataclass(frozen=True)

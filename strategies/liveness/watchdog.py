@@ -455,7 +455,7 @@ class Watch:
         if warning is not None:
             # `warnings.simplefilter("error")` raises it, here where an error would end the watch.
             with suppress(Warning):
-                rank_zero_warn(warning)
+                rank_zero_warn(printable(warning))
 
     # ------------------------------------------------------------------------------------- verdicts
 

@@ -61,7 +61,7 @@ ROOMS = [
     Room(
         "strategies/launch",
         "how processes find each other",
-        "strategies/collectives",
+        "strategies/support strategies/collectives",
         f"{_LIGHTNING} rich",
         tokens=12_269,
     ),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lightning_zero3.callbacks.memory import ranks
-from lightning_zero3.strategies.liveness.diagnosis import ELSEWHERE, ENGINE, Beat
+from lightning_zero3.strategies.liveness.diagnosis import ELSEWHERE, ENGINE, Beat, Straggler
 from lightning_zero3.strategies.liveness.heartbeats import Reports
 from lightning_zero3.strategies.liveness.position import Activity, Neighbour, Place, machine
 from lightning_zero3.strategies.liveness.watchdog import Watch, WatchOptions
@@ -222,6 +222,16 @@ def test_a_warning_that_is_an_error_does_not_end_the_watch():
             watch._wake()
             time.sleep(0.02)
         assert len(asked) >= 2
+
+
+def test_a_warning_about_another_rank_does_not_write_to_the_terminal():
+    store, line = dist.HashStore(), "train\x1b[2J.py:7\r in step"
+    store.set("1", replace(BEAT, machine=machine(), pid=os.getpid(), code=line).pack())
+    with watching(store) as watch, pytest.warns(UserWarning, match=r"\(train\\x1b\[2J.py:7\\r in"):
+        watch._straggler = Straggler(2)
+        mine, other = watch._reports._make_beat(), replace(BEAT, code=line)
+        for _ in range(2):
+            watch._diagnose([replace(mine, place=PLACE, busy=0.0), replace(other, busy=1.0)])
 
 
 def test_a_rank_that_stood_still_counts_silence_from_then_on(monkeypatch):

@@ -71,6 +71,12 @@ def test_ranks_come_into_one_table_and_differences_are_marked():
     assert sum("differs" in line for line in lines) == 1
 
 
+def test_what_other_ranks_have_does_not_write_to_the_terminal():
+    values = {0: "\x1b[2J", 1: "a\nb"}
+    assert env_command._by_rank(values) == "0: \\x1b[2J\n1: a\\nb"
+    assert env_command._by_rank({0: "\x1b"}) == "\\x1b"
+
+
 def test_alone_it_shows_the_machine(alone):
     code, text = report("--json")
     facts = json.loads(text)["ranks"]["0"]

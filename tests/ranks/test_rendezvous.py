@@ -95,6 +95,11 @@ def test_two_ranks_on_one_gpu_are_named():
     )
 
 
+def test_what_other_ranks_say_does_not_write_to_the_terminal():
+    messages = call([(0, 2, {}), (1, 2, {"host": "\x1b[2Jnode\r", "torch": "2\x07"})])
+    assert all("on \\x1b[2Jnode\\r) has torch 2\\x07, but" in message for message in messages)
+
+
 def test_missing_ranks_are_named():
     messages = call([(0, 4, {}), (2, 4, {})], seconds=0.3)
     assert all(
