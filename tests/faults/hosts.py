@@ -1,15 +1,16 @@
-"""Two hosts on one machine: network, process-id and host-name namespaces, joined by a virtual
-cable.
+"""Two hosts on one machine: network, process-id and host-name namespaces, joined by a switch, which
+is a third one.
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,34 +31,56 @@ def two_hosts() -> Iterator["TwoHosts | str"]:
         yield "needs the commands ip (iproute2) and unshare (util-linux)"
         return
     tag = uuid.uuid4().hex[:6]
-    names = [f"z3{tag}{letter}" for letter in "ab"]
+    *names, switch = [f"z3{tag}{letter}" for letter in "abs"]
     try:
-        for command in _cabling(names):
+        for command in _cabling(names, switch):
             done = _run(command)
             if done.returncode:
                 yield f"the kernel or missing rights forbid it: {command}: {done.stderr.strip()}"
                 return
-        yield TwoHosts(names)
+        yield TwoHosts(names, switch)
     finally:
-        for name in names:
-            _run(f"ip netns del {name}")  # takes its end of the cable along
+        for name in (*names, switch):
+            _run(f"ip netns del {name}")  # takes its ends of the cables along
 
 
-def _cabling(names: list[str]) -> Iterator[str]:
-    a, b = names
-    yield f"ip netns add {a}"
-    yield f"ip netns add {b}"
-    yield f"ip link add {a} netns {a} type veth peer name {b} netns {b}"
+def _cabling(names: list[str], switch: str) -> Iterator[str]:
+    for name in (*names, switch):
+        yield f"ip netns add {name}"
+    yield f"ip -n {switch} link add name bridge type bridge"
+    yield f"ip -n {switch} link set bridge up"
     for number, name in enumerate(names, start=1):
+        yield f"ip link add {name} netns {name} type veth peer name {name} netns {switch}"
+        yield f"ip -n {switch} link set {name} master bridge"
+        yield f"ip -n {switch} link set {name} up"
         yield f"ip -n {name} addr add 10.99.0.{number}/24 dev {name}"
         yield f"ip -n {name} link set lo up"
         yield f"ip -n {name} link set {name} up"
-    yield f"ip netns exec {a} unshare --uts --pid --fork --mount-proc true"
+    yield f"ip netns exec {names[0]} unshare --uts --pid --fork --mount-proc true"
 
 
 class TwoHosts:
-    def __init__(self, names: list[str]) -> None:
-        self.names = names
+    def __init__(self, names: list[str], switch: str) -> None:
+        self.names, self.switch = names, switch
+
+    def plug(self, is_in: bool) -> None:
+        """Put the second host's cable into the switch, or pull it out."""
+        _run(f"ip -n {self.switch} link set {self.names[1]} {'up' if is_in else 'down'}")
+
+    def let_through(self, line: str) -> str:
+        """Let the switch send to each host what tc's token bucket filter ``line`` lets through.
+
+        Returns why that is not possible, if it is not.
+        """
+        done = [
+            _run(f"tc -n {self.switch} qdisc add dev {name} root tbf {line}") for name in self.names
+        ]
+        return done[0].stderr.strip()
+
+    def lost(self) -> list[int]:
+        """How many packets to each host the switch has dropped."""
+        said = [_run(f"tc -n {self.switch} -s qdisc show dev {name}").stdout for name in self.names]
+        return [int(re.search(r"dropped (\d+)", text)[1]) for text in said]
 
     def launch(
         self,
@@ -67,10 +90,12 @@ class TwoHosts:
         max_restarts: int = 0,
         nodes: str = "2",
         timeout: float = 240,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[list[int], list[str]]:
         """torchrun on both hosts with ``processes`` on each; exit codes and outputs.
 
         The second host goes down with all that is on it when ``fault`` is "power off".
+        ``meanwhile`` is called when the fault has come.
         """
         runs = []
         for number, name in enumerate(self.names, start=1):
@@ -97,6 +122,9 @@ class TwoHosts:
             if fault is not None and fault.kind == "power off":
                 wait_until((folder / "fault").exists, timeout)
                 os.killpg(runs[1].pid, signal.SIGKILL)
+            if meanwhile is not None:
+                wait_until((folder / "fault").exists, timeout)
+                meanwhile()
             codes = [run.wait(timeout) for run in runs]
         finally:
             for run in runs:
@@ -104,6 +132,16 @@ class TwoHosts:
                     os.killpg(run.pid, signal.SIGKILL)  # with it go all processes of the host
                     run.wait()
         return codes, [(folder / f"log.{number}").read_text(errors="replace") for number in (1, 2)]
+
+
+def ranks_left(folder: Path) -> int:
+    """How many ranks of a run in ``folder`` are there, on both hosts."""
+    count = 0
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = file.read_bytes().split(b"\0")
+            count += words[1:4] == [b"-u", *(str(word).encode() for word in (SCRIPT, folder))]
+    return count
 
 
 @dataclass(frozen=True)

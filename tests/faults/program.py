@@ -74,6 +74,10 @@ def pause(folder):
         time.sleep(0.02)
 
 
+def lose_network(folder):
+    pause(folder)
+
+
 KINDS = {
     f.__name__.replace("_", " "): f
     for f in (
@@ -87,6 +91,7 @@ KINDS = {
         freeze,
         power_off,
         lose_node,
+        lose_network,
         doze,
         pause,
     )
@@ -347,6 +352,8 @@ def train(folder, fault, devices, nodes=1):
         and fault.kind == "fewer batches"
         and int(os.environ["RANK"]) == fault.rank
     )
+    # longer than a cable is out that comes back
+    lost = 20 if fault is not None and fault.kind == "lose network" else 5
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=devices,
@@ -355,7 +362,7 @@ def train(folder, fault, devices, nodes=1):
             unit_policy=["Block"],
             timeout=timedelta(minutes=5),
             data=DataOptions(seed=1),
-            watch=WatchOptions(slow=3, lost=5, grace=3),
+            watch=WatchOptions(slow=3, lost=lost, grace=3),
         ),
         callbacks=[saver],
         max_epochs=1,

@@ -1,11 +1,12 @@
-"""Kills, stops and cuts at random moments of a run; resumed, it gives the weights of the undisturbed.
+"""Kills and stops at random moments of a run; resumed, it gives the weights of the undisturbed.
 
 python tests/faults/random_kills.py [ROUNDS] [SEED]
 
 Two ranks that the Trainer starts train with loader workers, noise from all generators, accumulation
 and a validation inside the epoch, and save every third step. A round ends well if after 30 seconds
 no process is left (but those that are stopped for good, which nothing but SIGKILL ends), and the
-run that goes on from `ckpt_path="last"` ends with bitwise the same weights.
+run that goes on from `ckpt_path="last"` ends with bitwise the same weights. A table of all rounds
+comes last.
 """
 
 import faulthandler
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from faults.harness import _in_groups, wait_until
 
-LEFT_S, MOST_S = 30, 120  # after a run was disturbed, and for a whole run
+LEFT_S, MOST_S = 30, 300  # after a run was disturbed, and for a whole run on a busy machine
 HOW = ("SIGKILL", "SIGTERM", "SIGINT", "SIGSTOP for good", "SIGSTOP for a while")
 WHOM = ("one", "all", "main")
 BATCHES = 48  # of a rank, in two epochs
@@ -106,6 +107,7 @@ class Round:
     whom: str
     batches: int  # after so many, or in the start
     delay_s: float
+    seconds: float = 0.0  # from the signal to the end of the last process
     codes: tuple[int, int] = (0, 0)  # of the disturbed run and of the one that went on
     left: int = 0
     same: bool = False
@@ -177,9 +179,11 @@ def play(found: Round, expected: bytes) -> Round:
         main = start(folder)
         wait_until(lambda: batches(folder) >= found.batches, 60)
         time.sleep(found.delay_s)
+        begin = time.monotonic()
         disturb(folder, main, how, whom)
         # A run that was stopped for a while goes on.
         found.left = end(main, MOST_S if how == "SIGSTOP for a while" else LEFT_S)
+        found.seconds = time.monotonic() - begin
         again = start(folder)
         found.left += end(again, MOST_S)
         found.codes = main.returncode, again.returncode
@@ -220,11 +224,28 @@ def play_rounds(rounds: int, seed: int) -> list[Round]:
     return played
 
 
+def table(played: list[Round]) -> list[str]:
+    """One row for each round."""
+    rows = []
+    for number, found in enumerate(played, start=1):
+        when = f"batch {found.batches}" if found.batches else f"start, {found.delay_s:.0f} s"
+        codes = " ".join(map(str, found.codes))
+        same = "the same" if found.same else "NOT the same"
+        rows.append(
+            f"| {number} | {found.how} | {found.whom} | {when} | {found.seconds:.0f} | {codes} |"
+            f" {found.left} | {same} |"
+        )
+    names = f"| {len(rows)} | signal | to | after | seconds | codes | left | weights |"
+    return [names, "|-" * 8 + "|", *rows]
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["train"]:
         train(Path(sys.argv[2]))
     else:
         rounds, seed = [*map(int, sys.argv[1:]), *(40, 1)[len(sys.argv) - 1 :]]
-        wrong = [found for found in play_rounds(rounds, seed) if not found.is_well]
+        played = play_rounds(rounds, seed)
+        wrong = [found for found in played if not found.is_well]
+        print("\n".join(table(played)))
         print(f"{rounds - len(wrong)} of {rounds} as promised.")
         sys.exit(bool(wrong))

@@ -1,11 +1,14 @@
-"""Training across two hosts: one dies, the other says so, and both go on with twice the
-processes.
-"""
+"""Training across two hosts: one dies, or the network does, for a while or for good."""
+
+import re
+import time
 
 import pytest
 
-from faults.harness import Fault, begun, losses, reference
-from faults.hosts import two_hosts
+from faults.harness import Fault, begun, difference, losses, reference, wait_until
+from faults.hosts import ranks_left, two_hosts
+
+CUT = Fault("lose network", "forward", 1, 2)  # given up after 20 seconds
 
 
 @pytest.fixture
@@ -45,3 +48,43 @@ def test_a_host_fails_and_the_run_goes_on_with_more_processes(hosts, tmp_path):
     whole = means(reference(2))
     for step, loss in means(after).items():
         assert loss == pytest.approx(whole[step], rel=1e-5)
+
+
+def test_the_cable_is_out_for_a_while_and_the_run_goes_on(hosts, tmp_path):
+    def cut():
+        hosts.plug(False)
+        (tmp_path / "go on").touch()
+        time.sleep(8)
+        assert losses(tmp_path).keys() == {(rank, step) for rank in (0, 1) for step in range(5)}
+        hosts.plug(True)
+
+    codes, said = hosts.launch(tmp_path, 1, CUT, meanwhile=cut)
+    assert codes == [0, 0], said
+    assert difference(losses(tmp_path), reference(2)) == 0
+
+
+def test_the_cable_is_out_for_good_and_each_host_names_the_other(hosts, tmp_path):
+    left = []
+
+    def cut():
+        hosts.plug(False)
+        (tmp_path / "go on").touch()
+        wait_until(lambda: not ranks_left(tmp_path), 60)
+        left.append(ranks_left(tmp_path))
+        hosts.plug(True)  # the store of the second host's torchrun would wait for many minutes
+
+    assert ranks_left(tmp_path) == 0
+    codes, said = hosts.launch(tmp_path, 1, CUT, meanwhile=cut)
+    assert left == [0] and all(codes), said
+    for mine, other, what in ((0, 1, "been heard of for"), (1, 0, "answered for")):
+        silence = rf"Rank {other} on host-{other + 1} has not {what} 2\d s \(.*network is gone\)"
+        assert re.search(rf"{silence}.* Rank {mine} ends too; it is in forward", said[mine]), said
+
+
+def test_a_narrow_line_that_loses_packets_changes_nothing(hosts, tmp_path):
+    if problem := hosts.let_through("rate 1mbit burst 1600 limit 4000"):
+        pytest.skip(f"the kernel has no token bucket filter: {problem}")
+    codes, said = hosts.launch(tmp_path, 1)
+    assert codes == [0, 0], said
+    assert min(hosts.lost()) > 20
+    assert difference(losses(tmp_path), reference(2)) == 0
