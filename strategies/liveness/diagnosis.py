@@ -31,8 +31,6 @@ class Beat:
         busy: share of the last second in which it did not wait for other ranks, 0 to 1.
         waits: where it waited at the end of that second: ENGINE, ELSEWHERE or "".
         code: the user's line that ran at the end of that second.
-        device: share of a step, measured in the last second, in which its device did not wait for
-            other ranks' devices, 0 to 1; None if no step was measured.
         trace: trace of its exchanges, see :class:`~.collectives.exchange_log.ExchangeLog`; empty if
             the rank has moved since its last report.
     """
@@ -45,7 +43,6 @@ class Beat:
     busy: float
     waits: str
     code: str
-    device: float | None = None
     trace: list[int] = field(default_factory=list)
 
     def pack(self) -> str:
@@ -67,12 +64,11 @@ class Beat:
         except (AttributeError, KeyError, RecursionError, TypeError) as error:
             raise ValueError("it has other items than a beat") from error
         numbers = beat.number, beat.pid, beat.descriptor, place.step, place.unit, place.exchanges
-        shares = beat.busy, 0 if beat.device is None else beat.device
         texts = beat.machine, beat.waits, beat.code
         if not (
             all(type(number) is int and -1 <= number < 2**63 for number in numbers)
             and max(beat.pid, beat.descriptor) < 2**31
-            and all(type(share) in (int, float) for share in shares)
+            and type(beat.busy) in (int, float)
             and all(type(text) is str for text in texts)
             and beat.machine.split()
             and type(beat.trace) is list
@@ -182,15 +178,12 @@ class Standstill:
 
 
 class Straggler:
-    """Finds a rank that works while the others wait for it.
-
-    Hosts are compared first; devices where all hosts wait alike.
-    """
+    """Finds a rank whose host works while the others wait for it."""
 
     def __init__(self, seconds: float) -> None:
         self._beats = max(2, round(seconds))
         self._history: deque[Sequence[Beat]] = deque(maxlen=self._beats)
-        self._slow_rank: dict[str, int | None] = {}  # by what is compared
+        self._slow_rank: int | None = None
 
     def find(self, beats: Sequence[Beat], unit_name: Callable[[int], str]) -> str | None:
         """Return a warning, once for each time that a rank becomes slow, else None."""
@@ -200,81 +193,25 @@ class Straggler:
         self._history.append(list(beats))
         if len(self._history) < self._beats or len(beats) < 2:
             return None
-        ranks = [[history[rank] for history in self._history] for rank in range(len(beats))]
-        warning = self._find_slow_host(ranks, unit_name)
-        # Devices, too, wait for a rank whose host is late: they say nothing while a host is slow.
-        if warning is not None or self._slow_rank["it worked"] is not None:
-            return warning
-        return self._find_slow_device(ranks, unit_name)
-
-    def _find_slow_host(
-        self, ranks: list[list[Beat]], unit_name: Callable[[int], str]
-    ) -> str | None:
-        found = self._find_slowest("it worked", _mean_busy(ranks))
-        if found is None:
-            return None
-        slowest, text = found
         history = [[beat.busy for beat in beats] for beats in self._history]
-        # Only what it did while the others waited counts.
-        weights = [max(0.0, _lead(shares, slowest)) for shares in history]
-        where = _most_frequent_place(ranks[slowest], weights, unit_name)
-        step = ranks[slowest][-1].place.step
-        now = f"; it is at step {step} now" if step >= 0 else ""
-        return f"{text} While they waited it was most often in {where}{now}."
-
-    def _find_slow_device(
-        self, ranks: list[list[Beat]], unit_name: Callable[[int], str]
-    ) -> str | None:
-        shares = [[b.device for b in beats if b.device is not None] for beats in ranks]
-        if not all(shares):
-            return None
-        found = self._find_slowest("its GPU did not wait for theirs", list(map(_mean, shares)))
-        if found is None:
-            return None
-        slowest, text = found
-        hosts, host = _mean_busy(ranks), ranks[slowest][-1].machine.split()[0]
-        lead = _lead(hosts, slowest)
-        others = hosts[slowest] - lead
-        # A GPU that gets no work from its host does not wait for other GPUs, either: the host may
-        # be the cause. The 0.01 is for a host that waits all the time, for its device.
-        weights = [b.busy + 0.01 for b in ranks[slowest]]
-        late = (
-            "its host hands it work too late (most often it was in"
-            f" {_most_frequent_place(ranks[slowest], weights, unit_name)})"
-        )
-        if lead >= _RECOVERED_SHARE:
-            return (
-                f"{text} Its host worked {hosts[slowest]:.0%} of the time, the others {others:.0%}:"
-                f" perhaps {late}; or that GPU has more to do or is slower."
-            )
-        return (
-            f"{text} That GPU is slower (`nvidia-smi -q -d PERFORMANCE` on {host} tells of heat and"
-            f" power limits), something else runs on it, this rank's batches are larger, or {late}."
-        )
-
-    def _find_slowest(self, predicate: str, shares: list[float]) -> tuple[int, str] | None:
-        """Return the rank that has just become slow and a sentence about it, or None.
-
-        Args:
-            predicate: what that rank does more than the others, as words of the sentence.
-            shares: share of the time in which each rank did so, 0 to 1.
-        """
+        shares = [sum(busy) / len(busy) for busy in zip(*history, strict=True)]
         slowest = max(range(len(shares)), key=shares.__getitem__)
         lead = _lead(shares, slowest)
-        if lead < _RECOVERED_SHARE or slowest != self._slow_rank.get(predicate):
-            self._slow_rank[predicate] = None
-        if lead < _SLOW_SHARE or self._slow_rank[predicate] is not None:
+        if lead < _RECOVERED_SHARE or slowest != self._slow_rank:
+            self._slow_rank = None
+        if lead < _SLOW_SHARE or self._slow_rank is not None:
             return None
-        self._slow_rank[predicate] = slowest
+        self._slow_rank = slowest
+        # Only what it did while the others waited counts.
+        weights = [max(0.0, _lead(busy, slowest)) for busy in history]
+        where = _most_frequent_place([b[slowest] for b in self._history], weights, unit_name)
+        step = beats[slowest].place.step
+        now = f"; it is at step {step} now" if step >= 0 else ""
         return (
-            slowest,
-            f"Rank {slowest} holds the others up: in the last {self._beats} s {predicate}"
-            f" {shares[slowest]:.0%} of the time, the others {shares[slowest] - lead:.0%}.",
+            f"Rank {slowest} holds the others up: in the last {self._beats} s it worked"
+            f" {shares[slowest]:.0%} of the time, the others {shares[slowest] - lead:.0%}. While"
+            f" they waited it was most often in {where}{now}."
         )
-
-
-def _mean_busy(ranks: list[list[Beat]]) -> list[float]:
-    return [_mean([b.busy for b in beats]) for beats in ranks]
 
 
 def _most_frequent_place(
@@ -291,7 +228,3 @@ def _lead(shares: list[float], rank: int) -> float:
     """Return by how much the share of ``rank`` is above the median of the others."""
     others = sorted(share for r, share in enumerate(shares) if r != rank)
     return shares[rank] - others[len(others) // 2]
-
-
-def _mean(shares: Sequence[float]) -> float:
-    return sum(shares) / len(shares)

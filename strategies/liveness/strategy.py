@@ -16,10 +16,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import distributed_c10d
 from typing_extensions import override
 
-from ..collectives import DivergenceError, Meeting, make_clock
+from ..collectives import DivergenceError, Meeting
 from ..engine import Zero3Engine, compare_notes
 from ..launch.process_strategy import ProcessStrategy
-from .device_idle import DeviceWaits, streams_of
 from .position import Activity
 from .watchdog import Watch, WatchOptions
 
@@ -38,7 +37,6 @@ _ACTIVITIES = {
     "load_checkpoint": Activity.LOADING,
     "on_train_batch_start": Activity.BETWEEN,
 }
-_TRAINING = (Activity.FORWARD, Activity.BACKWARD, Activity.OPTIMIZER)
 
 
 def _write_activity(method: Callable[..., Any], activity: Activity) -> Callable[..., Any]:
@@ -47,10 +45,9 @@ def _write_activity(method: Callable[..., Any], activity: Activity) -> Callable[
         if self.watch is None:
             return method(self, *args, **kwargs)
         if activity is Activity.BETWEEN:
-            self._begin_step(self.watch)
+            assert self.lightning_module is not None
+            self.watch.position.begin_step(self.lightning_module.trainer.global_step)
             return method(self, *args, **kwargs)
-        if activity not in _TRAINING and self.watch.device_waits is not None:
-            self.watch.device_waits.end_step()
         with self.watch.doing(activity):
             return method(self, *args, **kwargs)
 
@@ -115,14 +112,6 @@ class WatchedStrategy(ProcessStrategy):
         if self.watch is not None and self._communicator is not None:
             self._communicator.exchange_log.progress = self.watch.position.progress
             self.watch.unit_name, self.watch.communicator = self._unit_name, self._communicator
-            if self.root_device.type == "cuda":
-                self.watch.device_waits = DeviceWaits(make_clock(self.root_device))
-
-    def _begin_step(self, watch: Watch) -> None:
-        assert self.lightning_module is not None and self.engine is not None
-        watch.position.begin_step(self.lightning_module.trainer.global_step)
-        if watch.device_waits is not None:
-            watch.device_waits.begin_step(streams_of(self.engine))
 
     def begin_evaluation(self, activity: Activity) -> None:
         """Write that an evaluation runs, until :meth:`end_evaluation`."""
@@ -161,8 +150,6 @@ class WatchedStrategy(ProcessStrategy):
     def stop_watch(self) -> None:
         """Stop the watch, as the run is over on this rank."""
         if self.watch is not None:
-            if self.watch.device_waits is not None:
-                self.watch.device_waits.end_step()
             self.watch.stop()
             self.watch = None
 

@@ -37,7 +37,6 @@ from ..collectives import (
 from ..collectives.exchange_log import LOOK_FOR
 from ..support import printable
 from ..support.thread_stacks import read_frames
-from .device_idle import DeviceWaits
 from .diagnosis import ELSEWHERE, ENGINE, Beat, Deadlock, Standstill, Straggler, align_traces
 from .heartbeats import BEAT_S, SUSPENDED_S, Report, Reports, first_line, print_error
 from .position import Activity, Neighbour, Place, Position, machine
@@ -98,7 +97,6 @@ class Watch:
         position: where the training thread writes what it does.
         unit_name: from the index of a unit to its name, for messages.
         communicator: the communicator whose exchanges this rank reports.
-        device_waits: measures waits of the device; None where hosts wait for exchanges themselves.
     """
 
     def __init__(
@@ -107,7 +105,6 @@ class Watch:
         self.position = Position()
         self.unit_name: Callable[[int], str] = str
         self.communicator = LocalCollectives()
-        self.device_waits: DeviceWaits | None = None
         self._options, self._rank, self._world_size = options, rank, world_size
         # hazard: on a shared connection a beat would wait while the training thread waits there.
         # (torch's stub lacks the method)
@@ -327,7 +324,6 @@ class Watch:
         place, last_place = self.position.place(), self._last_place
         self._last_place = place
         trace = list(self.communicator.exchange_log.trace) if place == last_place else []
-        device = self.device_waits.read_share() if self.device_waits is not None else None
         return Beat(
             self._number,
             self._machine,
@@ -337,7 +333,6 @@ class Watch:
             busy,
             waits,
             code,
-            device,
             trace,
         )
 

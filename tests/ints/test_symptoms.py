@@ -45,7 +45,7 @@ def beat(number, exchanges=40, busy=0.0, waits=ENGINE, activity=Activity.FORWARD
 
 
 def test_a_report_survives_its_way():
-    told = replace(beat(3), device=0.75, trace=[4, 1])
+    told = replace(beat(3), trace=[4, 1])
     assert Beat.unpack(told.pack().encode()) == told
 
 
@@ -197,67 +197,6 @@ def test_the_rank_that_is_slow_is_where_it_worked_while_the_others_waited():
 def test_ranks_that_all_work_are_not_slow():
     straggler = Straggler(3)
     assert not any(straggler.find([beat(n, busy=0.9), beat(n, busy=0.8)], str) for n in range(9))
-
-
-def on_devices(number, *shares, busy=1.0):
-    return [replace(beat(number, busy=busy), device=share) for share in shares]
-
-
-def test_the_rank_whose_device_works_while_those_of_others_wait_is_named_once():
-    straggler = Straggler(4)
-    # Measured in some seconds only; hosts wait for their own devices, all for as long.
-    rounds = [
-        on_devices(n, 0.6, *((0.98, 0.5) if n % 2 else (None, None)), busy=0.0) for n in range(9)
-    ]
-    rounds[0][1] = replace(rounds[0][1], code="train.py:1 in start")
-    said = [straggler.find(beats, str) for beats in rounds]
-    assert said[:3] == [None] * 3 and said[4:] == [None] * 5
-    words = (
-        "Rank 1 holds the others up: in the last 4 s its GPU did not wait for theirs 98% of the"
-        " time, the others 60%."
-    )
-    assert said[3].startswith(f"{words} That GPU is slower") and "nvidia-smi" in said[3]
-    # Hosts that wait for their devices look alike, also one that comes late.
-    assert (
-        "or its host hands it work too late (most often it was in forward, unit 1 (train.py:7 in"
-        " step))" in said[3]
-    )
-
-
-def test_a_host_that_is_nearly_slow_is_not_left_out_where_its_device_is_named():
-    straggler = Straggler(3)
-    rounds = [
-        [replace(b, busy=busy) for b, busy in zip(on_devices(n, 0.6, 1.0), (0.7, 0.9), strict=True)]
-        for n in range(9)
-    ]
-    said = [found for beats in rounds if (found := straggler.find(beats, str))]
-    assert (
-        len(said) == 1
-        and "its GPU did not wait for theirs 100% of the time, the others 60%. Its host worked 90%"
-        in said[0]
-    )
-    assert (
-        "the others 70%: perhaps its host hands it work too late" in said[0]
-        and "nvidia-smi" not in said[0]
-    )
-
-
-def test_devices_that_wait_for_a_host_are_not_slow_themselves():
-    straggler = Straggler(3)
-    # Rank 1's device never waits for others, because its host is late; the host is named, and only
-    # the host.
-    rounds = [
-        [replace(b, busy=busy) for b, busy in zip(on_devices(n, 0.4, 1.0), (0.2, 0.9), strict=True)]
-        for n in range(9)
-    ]
-    said = [found for beats in rounds if (found := straggler.find(beats, str))]
-    assert len(said) == 1 and "it worked 90% of the time" in said[0]
-
-
-@pytest.mark.parametrize("shares", [(0.6, None), (0.6, 0.7), (None, None)])
-def test_devices_that_work_alike_or_are_not_measured_are_not_slow(shares):
-    straggler = Straggler(3)
-    assert not any(straggler.find(on_devices(n, *shares), str) for n in range(9))
 
 
 def test_set_up_does_not_count():

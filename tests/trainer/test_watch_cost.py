@@ -9,14 +9,13 @@ from helpers.models import Lit, Recipe
 from helpers.parity import sharded_gradients, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.liveness import (
-    device_idle,
     heartbeats,
     position,
     strategy,
     watchdog,
 )
 
-FILES = [module.__file__ for module in (device_idle, heartbeats, position, strategy, watchdog)]
+FILES = [module.__file__ for module in (heartbeats, position, strategy, watchdog)]
 STEPS = range(2, 6)
 
 
