@@ -109,8 +109,6 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             the parameter.
         start_timeout: how long (a time, or seconds) a process waits for the others to come up,
             before an error names the ranks that did not.
-        cpu_affinity: run each process on the CPUs of its GPU's NUMA node, unless its launcher has
-            bound it already.
         stop_on_nonfinite: raise at the end of a backward that has nan or inf in the loss or in
             gradients (with "16-mixed" in the loss alone, because the scaler skips steps with such
             gradients). The error names the step, the rank, the unit and the parameters where the
@@ -150,7 +148,6 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         checkpoint: CheckpointOptions | None = None,
         debug: bool = False,
         start_timeout: timedelta | float = timedelta(minutes=10),
-        cpu_affinity: bool = True,
         stop_on_nonfinite: bool = False,
         watch: WatchOptions | bool | None = True,
     ) -> None:
@@ -164,7 +161,6 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             _as_time(timeout),
             start_method,
             _as_time(start_timeout),
-            cpu_affinity,
         )
         if not isinstance(shard_size, int | None):
             raise ValueError(f"shard_size is a number of ranks, not {shard_size!r}.")

@@ -1,43 +1,35 @@
-"""``python -m lightning_zero3 env``: where this process runs, as a table or as JSON.
+"""``python -m lightning_zero3 env``: where this process runs, as lines or as JSON.
 
-Under a launcher one table has all ranks, and marks differences that matter (versions, devices,
+Under a launcher they tell of all ranks, and mark differences that matter (versions, devices,
 variables). The command trains nothing and starts no process group.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import platform
 import socket
-import struct
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from ..support import printable
 from .detect import detect
-from .host import cpus_of_numa_node, numa_node_of, online_cpus, visible_devices
+from .host import visible_devices
 from .launchers import shown_variables
 from .preflight import package_version
 from .rendezvous import open_store
 from .world import LaunchError, World
 
 DESCRIPTION = (
-    "show where this process runs; under torchrun, srun or mpirun all ranks in one table, with what"
-    " differs"
+    "show where this process runs; under torchrun, srun or mpirun of all ranks, with what differs"
 )
 
 # Prefixes of the options of libraries that decide how processes meet and use the machine.
@@ -45,20 +37,19 @@ _LIBRARIES = (
     *("CUDA_", "FI_", "GLOO_", "KMP_", "MKL_", "NCCL_", "NVIDIA_VISIBLE_", "OMP_", "PET_", "PL_"),
     *("PYTORCH_", "TORCH_", "TORCHELASTIC_", "TORCHINDUCTOR_", "UCX_"),
 )
-# Items, ends of names of items, and sections that may differ between ranks without a mark.
+# Items and ends of names of items that may differ between ranks without a mark.
 _RANK_ITEMS = (
-    *("rank", "local_rank", "node_rank", "pid", "hostname", "free_gib", "memory_available_gib"),
+    *("rank", "local_rank", "node_rank", "pid", "hostname", "free_gib"),
     "RANK",
 )
 _RANK_ENDS = ("_RANK", "_PID", "ERROR_FILE", "GTIDS", "LOCALID", "NODEID", "PROCID", "RANKID")
-_RANK_SECTIONS = ("why", "addresses")
 
 Facts = dict[str, dict[str, Any]]  # section -> item -> value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options to ``parser``."""
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.add_argument(
         "--timeout",
         type=_seconds,
@@ -75,7 +66,7 @@ def _seconds(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table or JSON on rank 0 and return the exit status.
+    """Print the lines or JSON on rank 0 and return the exit status.
 
     The status is 1 if this process was started in a way that cannot work, or if ranks are missing;
     then every rank prints.
@@ -108,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
                 )
             )
         else:
-            _print_table(everyone, marked, problem)
+            _print_lines(everyone, marked, problem)
     return 1 if problem else 0
 
 
@@ -124,10 +115,8 @@ def collect(world: World | None) -> Facts:
         "process": {**record, "pid": os.getpid(), "hostname": socket.gethostname()},
         "why": dict(world.why) if world is not None else {},
         "versions": _versions(),
-        "host": _host(),
+        "host": {"cpus": os.cpu_count(), "threads": torch.get_num_threads()},
         "devices": _devices(world),
-        "network": {name: _state_of(name) for _, name in socket.if_nameindex()},
-        "addresses": {name: _address_of(name) for _, name in socket.if_nameindex()},
         "variables": shown_variables(os.environ, _LIBRARIES),
     }
 
@@ -148,37 +137,13 @@ def _versions() -> dict[str, Any]:
     }
 
 
-def _host(proc: Path = Path("/proc")) -> dict[str, Any]:
-    lines = (proc / "meminfo").read_text().splitlines() if (proc / "meminfo").exists() else []
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
-    allowed = (
-        os.sched_getaffinity(0)
-        if hasattr(os, "sched_getaffinity")
-        else set(range(os.cpu_count() or 1))
-    )
-    nodes = {n: cpus for n in range(64) if (cpus := cpus_of_numa_node(n))}
-    return {
-        "memory_gib": round(kib.get("MemTotal", 0) / 2**20, 1),
-        "memory_available_gib": round(kib.get("MemAvailable", 0) / 2**20, 1),
-        "cpus": len(online_cpus()),
-        "cpus_allowed": len(allowed),
-        "threads": torch.get_num_threads(),
-        "numa_nodes": (
-            ", ".join(
-                f"{n}: {len(cpus)} CPUs, {len(cpus & allowed)} allowed" for n, cpus in nodes.items()
-            )
-            or None
-        ),
-    }
-
-
 def _devices(world: World | None) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         p = torch.cuda.get_device_properties(device)
-        place = f"compute {p.major}.{p.minor}, NUMA node {numa_node_of(device)}"
-        facts[f"cuda:{index}"] = f"{p.name}, {p.total_memory / 2**30:.1f} GiB, {place}"
+        memory = f"{p.total_memory / 2**30:.1f} GiB"
+        facts[f"cuda:{index}"] = f"{p.name}, {memory}, compute {p.major}.{p.minor}"
     if facts and world is not None and world.device_type == "cuda":
         try:
             # This opens a context, so each process asks for its own device only.
@@ -186,27 +151,6 @@ def _devices(world: World | None) -> dict[str, Any]:
         except RuntimeError as error:  # another process uses the device exclusively, or all memory
             facts["free_gib"] = f"unknown: {str(error).splitlines()[0]}"
     return facts or {"cpu": platform.processor() or platform.machine()}
-
-
-def _state_of(interface: str, sys_net: Path = Path("/sys/class/net")) -> str:
-    """Return the state and, if it is known, the speed of a network interface."""
-    state, speed = sys_net / interface / "operstate", sys_net / interface / "speed"
-    try:
-        mbit = int(speed.read_text())
-    except (OSError, ValueError):  # virtual interfaces have no speed, or -1
-        mbit = -1
-    text = state.read_text().strip() if state.exists() else "state unknown"
-    return f"{text}, {mbit} Mbit/s" if mbit > 0 else text
-
-
-def _address_of(interface: str) -> str | None:
-    """Return the IPv4 address of a network interface, by Linux's SIOCGIFADDR; None without one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-        try:
-            answer = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", interface[:15].encode()))
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
 
 
 # ---- all ranks -----------------------------------------------------------------------------------
@@ -238,7 +182,7 @@ def differences(everyone: Mapping[int, Facts]) -> list[str]:
     return [
         f"{section}.{item}"
         for section, item in _items(everyone)
-        if section not in _RANK_SECTIONS
+        if section != "why"
         and not (item in _RANK_ITEMS or item.endswith(_RANK_ENDS))
         and len({str(facts[section].get(item)) for facts in everyone.values()}) > 1
     ]
@@ -253,41 +197,18 @@ def _items(everyone: Mapping[int, Facts]) -> list[tuple[str, str]]:
     )
 
 
-def _print_table(everyone: Mapping[int, Facts], marked: list[str], problem: str) -> None:
-    table = Table(title=f"{len(everyone)} rank(s)", title_justify="left")
-    for name in ("", "item", "value", "decided by"):
-        table.add_column(name, overflow="fold")
-    section_before = ""
+def _print_lines(everyone: Mapping[int, Facts], marked: list[str], problem: str) -> None:
     for section, item in _items(everyone):
         if section == "why":
             continue
-        if section != section_before:
-            table.add_section()
-            table.add_row("", f"[bold]{section}", "", "")
-            section_before = section
-        values = {rank: facts[section].get(item) for rank, facts in everyone.items()}
-        why = (
-            {rank: facts["why"].get(item, "") for rank, facts in everyone.items()}
-            if section == "process"
-            else {}
-        )
-        differs = f"{section}.{item}" in marked
-        table.add_row("[red]differs" if differs else "", item, _by_rank(values), _by_rank(why))
-    console = Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 150)
-    console.print(table)
+        ranks: dict[str, list[str]] = {}  # by value, with what decided it
+        for rank, facts in everyone.items():
+            value = facts[section].get(item)
+            why = facts["why"].get(item) if section == "process" else None
+            text = ("-" if value is None else str(value)) + (f"  ({why})" if why else "")
+            ranks.setdefault(printable(text), []).append(str(rank))
+        name = f"{'differs ' * (f'{section}.{item}' in marked)}{section}.{item}"
+        for text, owners in ranks.items():
+            print(f"{name}: {text}" if len(ranks) == 1 else f"{name}: {','.join(owners)}: {text}")
     if problem:
-        console.print(problem, markup=False, soft_wrap=True)
-
-
-def _by_rank(values: Mapping[int, Any]) -> str:
-    """Return the value if all ranks have the same, else each value with its ranks."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        ranks.setdefault("-" if value is None else str(value), []).append(rank)
-    if len(ranks) < 2:
-        return escape(printable("".join(ranks)))
-    return escape(
-        "\n".join(
-            f"{','.join(map(str, owners))}: {printable(value)}" for value, owners in ranks.items()
-        )
-    )
+        print(problem)

@@ -1,11 +1,9 @@
-"""What this machine offers a process: devices, NUMA nodes, CPUs, threads, SyncBatchNorm."""
+"""What this machine offers a process: devices, threads, SyncBatchNorm."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,8 +11,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .world import Devices
-
-_SYS = Path("/sys")
 
 
 def visible_devices(device_type: str | None = None) -> Devices:
@@ -30,77 +26,6 @@ def visible_devices(device_type: str | None = None) -> Devices:
     return Devices(
         device_type, count, dist.Backend.default_device_backend_map.get(device_type, "gloo")
     )
-
-
-def parse_cpu_list(text: str) -> set[int]:
-    """Parse a list of CPUs as Linux writes it.
-
-    >>> sorted(parse_cpu_list("0-2,8"))
-    [0, 1, 2, 8]
-    """
-    cpus: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return cpus
-
-
-def numa_node_of(device: torch.device, sys: Path = _SYS) -> int | None:
-    """Return the NUMA node of a GPU; None if Linux does not know it, or for another device."""
-    if device.type != "cuda":
-        return None
-    p: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the address
-    return numa_node_of_pci(
-        f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0", sys
-    )
-
-
-def numa_node_of_pci(address: str, sys: Path = _SYS) -> int | None:
-    """Return the NUMA node of the device at a PCI address; None if Linux does not know it."""
-    file = sys / "bus/pci/devices" / address / "numa_node"
-    node = int(file.read_text()) if file.exists() else -1
-    return node if node >= 0 else None  # -1: the firmware reports none
-
-
-def cpus_of_numa_node(node: int, sys: Path = _SYS) -> set[int]:
-    """Return the CPUs of a NUMA node; empty if Linux does not list them."""
-    file = sys / f"devices/system/node/node{node}/cpulist"
-    return parse_cpu_list(file.read_text()) if file.exists() else set()
-
-
-def online_cpus(sys: Path = _SYS) -> set[int]:
-    """Return all CPUs of the machine, also those that this process may not use."""
-    file = sys / "devices/system/cpu/online"
-    return parse_cpu_list(file.read_text()) if file.exists() else set(range(os.cpu_count() or 1))
-
-
-def choose_cpus(
-    allowed: Collection[int], online: Collection[int], near: Collection[int]
-) -> set[int] | None:
-    """Return the CPUs to bind this process to; None to change nothing.
-
-    Args:
-        allowed: CPUs that this process may use now.
-        online: all CPUs of the machine.
-        near: CPUs of its GPU's NUMA node.
-    """
-    # A process that may use fewer than all was bound by a launcher, a container or the user.
-    chosen = set(near) & set(allowed)
-    return chosen if set(allowed) >= set(online) and chosen and chosen != set(allowed) else None
-
-
-def bind_to_numa_node(device: torch.device) -> set[int] | None:
-    """Bind this process, and workers that it will start, to its GPU's NUMA node.
-
-    Returns the CPUs, or None if the process stays as it is.
-    """
-    node = numa_node_of(device) if hasattr(os, "sched_setaffinity") else None
-    if node is None:
-        return None
-    cpus = choose_cpus(os.sched_getaffinity(0), online_cpus(), cpus_of_numa_node(node))
-    if cpus is not None:
-        os.sched_setaffinity(0, cpus)
-    return cpus
 
 
 def threads_per_process(environ: Mapping[str, str], cpus: int, local_world_size: int) -> int | None:

@@ -39,7 +39,7 @@ from typing_extensions import override
 from ..collectives import CollectiveTimer, LocalCollectives, Meeting
 from .cluster_environment import choose_environment, identify
 from .detect import list_variables
-from .host import bind_to_numa_node, limit_threads, visible_devices
+from .host import limit_threads, visible_devices
 from .orphans import PARENT_VARIABLE, end_with_parent
 from .rendezvous import end_process_group, listen, serve_at, start_process_group
 from .signals import AgreedSignals
@@ -194,7 +194,6 @@ class ProcessStrategy(ParallelStrategy):
         timeout: timedelta,
         start_method: StartMethod,
         start_timeout: timedelta,
-        cpu_affinity: bool,
     ) -> None:
         super().__init__(
             accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin
@@ -209,7 +208,6 @@ class ProcessStrategy(ParallelStrategy):
         self._communicator: LocalCollectives | None = None
         self._timer: CollectiveTimer | None = None
         self._start_timeout = start_timeout
-        self._cpu_affinity = cpu_affinity
         self._signals: AgreedSignals | None = None
         self.world: World | None = None  # this process's record, from `setup_environment` on
 
@@ -307,8 +305,6 @@ class ProcessStrategy(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         limit_threads(self.world.local_world_size)
-        if self._cpu_affinity:
-            bind_to_numa_node(self.root_device)
         self._process_group_backend = self.world.backend
         device = self.root_device if self.root_device.type != "cpu" else None
         with end_with_parent(self.world):

@@ -62,7 +62,7 @@ ROOMS = [
         "strategies/launch",
         "how processes find each other",
         "strategies/support strategies/collectives",
-        f"{_LIGHTNING} rich",
+        _LIGHTNING,
         tokens=12_269,
     ),
     Room(

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -58,30 +57,31 @@ def test_ranks_come_into_one_table_and_differences_are_marked():
     assert found["problem"] is None and found["differs"] == ["variables.OMP_NUM_THREADS"]
     assert [found["ranks"][r]["process"]["rank"] for r in "01"] == [0, 1]
     assert found["ranks"]["1"]["why"]["rank"] == "RANK=1"
-    lines = [" ".join(line.replace("│", " ").split()) for line in table.splitlines()]
-    assert (
-        "differs OMP_NUM_THREADS 0: 1" in lines
-        and lines[lines.index("differs OMP_NUM_THREADS 0: 1") + 1] == "1: 2"
-    )
-    assert (
-        "rank 0: 0 0: RANK=0" in lines
-        and "NCCL_DEBUG WARN" in lines
-        and "world_size 2 WORLD_SIZE=2" in lines
-    )
-    assert sum("differs" in line for line in lines) == 1
+    lines = table.splitlines()
+    first = lines.index("differs variables.OMP_NUM_THREADS: 0: 1")
+    assert lines[first + 1] == "differs variables.OMP_NUM_THREADS: 1: 2"
+    assert {
+        "process.rank: 0: 0  (RANK=0)",
+        "process.rank: 1: 1  (RANK=1)",
+        "process.world_size: 2  (WORLD_SIZE=2)",
+        "variables.NCCL_DEBUG: WARN",
+    } <= set(lines)
+    assert sum("differs" in line for line in lines) == 2
 
 
-def test_what_other_ranks_have_does_not_write_to_the_terminal():
-    values = {0: "\x1b[2J", 1: "a\nb"}
-    assert env_command._by_rank(values) == "0: \\x1b[2J\n1: a\\nb"
-    assert env_command._by_rank({0: "\x1b"}) == "\\x1b"
+def test_what_other_ranks_have_does_not_write_to_the_terminal(capsys):
+    facts = {"why": {"rank": "RANK=\x07"}, "process": {"rank": "\x1b[2J"}}
+    env_command._print_lines({0: facts, 1: {**facts, "process": {"rank": "a\nb"}}}, [], "")
+    assert capsys.readouterr().out.splitlines() == [
+        r"process.rank: 0: \x1b[2J  (RANK=\x07)",
+        r"process.rank: 1: a\nb  (RANK=\x07)",
+    ]
 
 
 def test_alone_it_shows_the_machine(alone):
     code, text = report("--json")
     facts = json.loads(text)["ranks"]["0"]
     assert code == 0 and facts["process"]["launcher"] == "single"
-    assert facts["addresses"]["lo"] == "127.0.0.1" and "lo" in facts["network"]
     assert facts["versions"].keys() >= {
         "lightning_zero3",
         "lightning",
@@ -94,18 +94,7 @@ def test_alone_it_shows_the_machine(alone):
         facts["versions"]["torch"] == torch.__version__
         and facts["versions"]["cuda"] == torch.version.cuda
     )
-    nodes = sorted(
-        Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda node: int(node.name[4:])
-    )
-    seen = [
-        item.partition(":")[0]
-        for item in (facts["host"]["numa_nodes"] or "").split(", ")
-        if ":" in item
-    ]
-    assert seen == [node.name[4:] for node in nodes if (node / "cpulist").read_text().strip()]
-    assert facts["host"]["cpus"] >= facts["host"]["cpus_allowed"] == len(os.sched_getaffinity(0))
-    with open("/proc/meminfo") as file:
-        assert facts["host"]["memory_gib"] == round(int(file.readline().split()[1]) / 2**20, 1)
+    assert facts["host"] == {"cpus": os.cpu_count(), "threads": torch.get_num_threads()}
 
 
 def test_a_wrong_launch_is_shown_with_its_reason(monkeypatch):
@@ -113,7 +102,7 @@ def test_a_wrong_launch_is_shown_with_its_reason(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "1")
     code, text = report()
-    assert code == 1 and "WORLD_SIZE is not set" in text and "│ RANK" in text
+    assert code == 1 and "WORLD_SIZE is not set" in text and "variables.RANK: 1" in text
 
 
 def test_missing_ranks_are_named(monkeypatch):

@@ -43,9 +43,6 @@ def set_up(monkeypatch):
     monkeypatch.setattr(
         process_strategy, "limit_threads", lambda ranks: calls.append(("threads for", ranks))
     )
-    monkeypatch.setattr(
-        process_strategy, "bind_to_numa_node", lambda device: calls.append(("near", device))
-    )
     monkeypatch.setattr(process_strategy, "start_process_group", start)
 
     def run(gpus, **options):
@@ -58,17 +55,15 @@ def set_up(monkeypatch):
     return run, calls
 
 
-@pytest.mark.parametrize("affinity", [True, False])
-def test_threads_cpus_times_and_the_device_reach_those_they_are_for(set_up, affinity):
+def test_threads_times_and_the_device_reach_those_they_are_for(set_up):
     run, calls = set_up
     timeout, start_timeout = timedelta(seconds=41), timedelta(seconds=43)
     with pytest.raises(Reached):
-        run(2, timeout=timeout, start_timeout=start_timeout, cpu_affinity=affinity)
+        run(2, timeout=timeout, start_timeout=start_timeout)
     mine = torch.device("cuda", 1)
     world = calls[-1][0]
     assert (world.rank, world.world_size, world.device_type) == (1, 2, "cuda")
-    near = [("near", mine)] if affinity else []
-    assert calls == [("threads for", 2), *near, (world, "nccl", timeout, start_timeout, mine)]
+    assert calls == [("threads for", 2), (world, "nccl", timeout, start_timeout, mine)]
 
 
 def test_devices_are_counted_before_anything_else(set_up):
