@@ -27,11 +27,8 @@ _EXPLAIN_AFTER_S = 20.0
 _COMMON_ITEMS = ("torch", "lightning", "lightning_zero3", "backend", "world_size")
 
 
-def describe_process(
-    world: World, backend: str, device: torch.device | None = None
-) -> dict[str, object]:
+def describe_process(world: World, backend: str) -> dict[str, object]:
     """Return this process's card: the items that the roll call compares between ranks."""
-    is_cuda = device is not None and device.type == "cuda"
     return {
         "rank": world.rank,
         "world_size": world.world_size,
@@ -41,7 +38,6 @@ def describe_process(
         "lightning": package_version("lightning"),
         "lightning_zero3": package_version("lightning-zero3"),
         "backend": backend,
-        "device": str(torch.cuda.get_device_properties(device).uuid) if is_cuda else None,
         # makes cards differ between two processes with the same pid on hosts with the same name
         "born_ns": time.time_ns(),
     }
@@ -141,15 +137,6 @@ def _compare(cards: dict[int, dict[str, object]]) -> str:
                     f" has {first[item]}. All ranks need the same: install it alike on every node,"
                     " or correct the launch command."
                 )
-    owners: dict[object, int] = {}
-    for rank, card in cards.items():
-        other = owners.setdefault(card["device"], rank)
-        if card["device"] is not None and other != rank:
-            return (
-                f"Ranks {other} ({_name(cards[other])}) and {rank} ({_name(card)}) use one GPU,"
-                f" {card['device']}. Give each process on a node a LOCAL_RANK of its own, and"
-                " CUDA_VISIBLE_DEVICES alike."
-            )
     return ""
 
 

@@ -94,7 +94,7 @@ def start_process_group(
     # hazard: a store outlives its groups, and a new group would read the addresses of an old one;
     # so each start has a prefix of its own
     store = dist.PrefixStore(f"zero3 {next(_starts)}", open_store(world, start_timeout))
-    card = describe_process(world, backend, device)
+    card = describe_process(world, backend)
     roll_call(dist.PrefixStore("roll call", store), world, card, deadline)
     dist.init_process_group(
         backend,
@@ -214,13 +214,12 @@ def open_store(world: World, timeout: timedelta) -> dist.Store:
                     # torch listens on all interfaces. If the port is taken, it says so.
                     with suppress(OSError):
                         listener = listen(*place)
-                rest = timeout if is_server else _wait_for_server(place, timeout)
                 # The store does not wait for the other ranks: it could only count them, while the
                 # roll call names those that are missing.
                 store: dist.Store = dist.TCPStore(
                     *place,
                     is_master=is_server,
-                    timeout=rest,
+                    timeout=timeout,
                     wait_for_workers=False,
                     multi_tenant=True,
                     master_listen_fd=listener.detach() if listener is not None else None,
@@ -232,24 +231,6 @@ def open_store(world: World, timeout: timedelta) -> dist.Store:
             raise LaunchError(_explain_network_error(world, str(error), timeout)) from error
         _stores[place] = store
     return _stores[place]
-
-
-def _wait_for_server(place: tuple[str, int], timeout: timedelta) -> timedelta:
-    """Wait until a process listens at ``place``, and return the rest of ``timeout``.
-
-    It saves time if rank 0 is a moment late: ``dist.TCPStore`` tries to connect once, and again
-    only after about half a second.
-    """
-    begin = time.monotonic()
-    while (elapsed := time.monotonic() - begin) < timeout.total_seconds() - 1:
-        try:
-            socket.create_connection(place, timeout=1).close()
-            break
-        except ConnectionRefusedError:
-            time.sleep(min(max(0.01, elapsed / 50), 0.25))
-        except OSError:  # `dist.TCPStore` reports it
-            break
-    return max(timeout - timedelta(seconds=elapsed), timedelta(seconds=1))
 
 
 def _require_resolvable(world: World) -> None:

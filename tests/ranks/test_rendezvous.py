@@ -88,13 +88,6 @@ def test_a_doubled_rank_is_named_on_every_rank():
     assert messages[0] is not None and "node1" in messages[0] and "node2" in messages[0]
 
 
-def test_two_ranks_on_one_gpu_are_named():
-    messages = call([(0, 2, {"device": "GPU-a"}), (1, 2, {"device": "GPU-a"})])
-    assert all(
-        "Ranks 0 (" in m and "use one GPU, GPU-a" in m and "LOCAL_RANK" in m for m in messages
-    )
-
-
 def test_what_other_ranks_say_does_not_write_to_the_terminal():
     messages = call([(0, 2, {}), (1, 2, {"host": "\x1b[2Jnode\r", "torch": "2\x07"})])
     assert all("on \\x1b[2Jnode\\r) has torch 2\\x07, but" in message for message in messages)
@@ -131,32 +124,6 @@ def test_a_port_in_use_is_named():
     assert (
         message.startswith(f"Port {port} (MASTER_PORT={port}) is in use on {HOST}: ")
         and "Set MASTER_PORT" in message
-    )
-
-
-def test_a_rank_that_comes_before_rank_0_asks_when_it_is_there(monkeypatch):
-    """torch would ask in vain, and again after half a second."""
-    port, asked = free_port(), []
-    make = dist.TCPStore
-
-    def watched(*place, is_master, **options):
-        if not is_master:
-            socket.create_connection(place, timeout=1).close()  # refused where nobody serves yet
-            asked.append(place)
-        return make(*place, is_master=is_master, **options)
-
-    monkeypatch.setattr(dist, "TCPStore", watched)
-    monkeypatch.setattr(rendezvous, "_stores", {})
-    with ThreadPoolExecutor(1) as pool:
-        early = pool.submit(rendezvous.open_store, world(1, 2, port), timedelta(seconds=SOON_S))
-        time.sleep(0.1)
-        server = make("127.0.0.1", port, is_master=True, wait_for_workers=False)
-        store = early.result()
-    server.set("key", "value")
-    assert (asked, store.get("key"), store.timeout) == (
-        [("127.0.0.1", port)],
-        b"value",
-        timedelta(seconds=SOON_S),
     )
 
 
