@@ -32,7 +32,6 @@ from .engine import UnitPolicy, Zero3Engine, gathered
 from .engine.memory_ledger import by_category, by_unit
 from .evaluation.strategy import EvaluationStrategy
 from .evaluation.torchmetrics import prepare_metrics
-from .launch.host import require_sync_batch_norm
 from .launch.process_strategy import StartMethod
 from .liveness.watchdog import WatchOptions
 from .numerics.nonfinite import FiniteCheck
@@ -230,7 +229,6 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.require_local_folders(trainer)
         if fitting and self._layer_sync:
-            require_sync_batch_norm(self.model, self.root_device)
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
         self._reset_optimizers_and_schedulers()

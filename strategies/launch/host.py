@@ -1,4 +1,4 @@
-"""What this machine offers a process: devices, threads, SyncBatchNorm."""
+"""What this machine offers a process: devices and threads."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from .world import Devices
 
@@ -54,30 +52,3 @@ def limit_threads(local_world_size: int) -> int | None:
     if threads is not None:
         torch.set_num_threads(threads)
     return threads
-
-
-def require_sync_batch_norm(module: nn.Module, device: torch.device) -> None:
-    """Require that torch's SyncBatchNorm runs on ``device`` if a layer of ``module`` becomes one.
-
-    Collective if torch has it for ``device``.
-
-    Raises:
-        ValueError: SyncBatchNorm does not run on ``device``, and a layer would become one.
-    """
-    names = (
-        name
-        for name, child in module.named_modules()
-        if isinstance(child, _BatchNorm) and child.training
-    )
-    name = next(names, None)
-    if device.type != "cpu" or name is None:
-        return
-    try:
-        nn.SyncBatchNorm(1, device=device)(torch.zeros(2, 1, device=device))
-    except ValueError as error:
-        raise ValueError(
-            f"Trainer(sync_batchnorm=True): torch's SyncBatchNorm, which {name!r} would become,"
-            f" needs GPUs ({error}), and this run is on the CPU. Leave `sync_batchnorm` out: each"
-            " rank normalises with the statistics of its own batch, and rank 0's running"
-            " statistics count. For those of the joined batch, train on GPUs."
-        ) from error

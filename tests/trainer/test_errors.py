@@ -161,11 +161,6 @@ class ByNothing(Model):
         return Useless(self.parameters(), lr=0.1)
 
 
-class BatchNorms(Model):
-    def build(self):
-        return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-
-
 class OwnPrecision(Precision):
     precision = "own-precision"
 
@@ -256,12 +251,6 @@ CASES = {
         {},
         {},
         ["SparseAdam could not be tried", "does not support dense gradients"],
-    ),
-    "SyncBatchNorm": (
-        BatchNorms,
-        {},
-        {"sync_batchnorm": True},
-        ["SyncBatchNorm, which 'net.1' would become, needs GPUs"],
     ),
     "wrapper": (
         ByAWrapper,
