@@ -199,11 +199,13 @@ def open_store(world: World, timeout: timedelta) -> dist.Store:
         LaunchError: the address does not resolve or answer, or the port is taken.
     """
     place = (world.main_address, world.main_port)
+    listener = _listeners.pop(world.main_port, None)
     if world.world_size == 1:
+        if listener is not None:
+            listener.close()
         _stores.setdefault(place, dist.HashStore())
     if place not in _stores:
         _require_resolvable(world)
-        listener = _listeners.pop(world.main_port, None)
         is_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
         try:
             with explained(

@@ -169,9 +169,12 @@ def test_a_run_on_one_host_cannot_be_reached_from_others(address, is_given, monk
 
 def test_a_single_process_opens_no_port(monkeypatch):
     monkeypatch.setattr(dist, "TCPStore", None)
+    port = serve_at(listen("127.0.0.1"))
     for address in ("127.0.0.1", "no-such-host.invalid"):
-        store = rendezvous.open_store(world(0, 1, 77, address), timedelta(seconds=SOON_S))
+        store = rendezvous.open_store(world(0, 1, port, address), timedelta(seconds=SOON_S))
         assert store.add("key", 1) == 1
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
 
 
 def port_that_nobody_else_can_take(rank):
