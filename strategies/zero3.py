@@ -21,10 +21,11 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.optim import Optimizer
-from typing_extensions import override
+from typing_extensions import Never, override
 
 from .adapters.foreign import log_graphs, mark_sharded
 from .adapters.lightning_callbacks import adapt, move_averages, start_averages
+from .adapters.option_names import refuse_others
 from .checkpoints import CheckpointOptions, CheckpointStrategy
 from .collectives import make_collectives, make_hybrid_collectives
 from .data import DataHooks, DataOptions
@@ -120,6 +121,9 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             False for no such thread.
 
     A dict stands for the class of `data`, `checkpoint` and `watch` that it has the options of.
+
+    Raises:
+        TypeError: an option of another strategy's; the error says what to write instead.
     """
 
     strategy_name = "zero3"
@@ -149,7 +153,9 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         start_timeout: timedelta | float = timedelta(minutes=10),
         stop_on_nonfinite: bool = False,
         watch: WatchOptions | bool | None = True,
+        **others: Never,
     ) -> None:
+        refuse_others(others)
         super().__init__(
             accelerator,
             parallel_devices,

@@ -144,7 +144,7 @@ def render_table(title: str, spreads: Mapping[str, Spread], world_size: int) -> 
     heads = ["", "highest", "mean", "lowest", "rank of highest"] if world_size > 1 else ["", "run"]
     rows = []
     for name, figure in spreads.items():
-        label = name.removeprefix("memory/").removesuffix("_gib").replace("_", " ")
+        label = name.partition("/")[2].removesuffix("_gib").removesuffix("_ms").replace("_", " ")
         values = (figure.high, figure.mean, figure.low) if world_size > 1 else (figure.high,)
         row = [label, *(_format_figure(name, value) for value in values)]
         rows.append([*row, str(figure.rank)] if world_size > 1 else row)
@@ -162,4 +162,6 @@ def render_table(title: str, spreads: Mapping[str, Spread], world_size: int) -> 
 def _format_figure(name: str, value: float) -> str:
     if name.endswith("_gib"):
         return size_text(value * GIB)
+    if name.endswith("_ms"):
+        return f"{value:.2f} ms"
     return f"{value:.1%}" if name.endswith("fragmentation") else f"{value:.0f}"

@@ -1,6 +1,7 @@
 """`StepTimer`: measures the parts of a step by CUDA events, without waiting for the device."""
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -9,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from ...strategies.collectives import HostClock, make_clock
-from ..memory.ranks import RankGatherer, spread, to_metrics
+from ..memory.figures import render_table
+from ..memory.ranks import RankGatherer, Spread, spread, to_metrics
 from .fsdp import FSDPCommunication
 
 Part = Literal["data", "forward", "backward", "optimizer", "other"]
@@ -30,6 +32,8 @@ KEYS = {
 
 class StepTimer(Callback):
     """Logs the time of each part of a step, the mean since the last logging step, under `KEYS`.
+
+    Without a logger it prints a table of the whole run when fitting ends.
 
     With CUDA it times the parts by events in the stream of the training, so the time of a part is
     the device's, and the host never waits: steps that the device has not finished count at a later
@@ -109,9 +113,11 @@ class StepTimer(Callback):
         self._begin_part("other", ends_step=has_stepped)
         # Lightning does not declare its attribute
         every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if every and step // every > self._last_logged // every:
+        if trainer.loggers and every and step // every > self._last_logged // every:
             self._last_logged = step
-            self._log_figures(trainer)
+            metrics = to_metrics(self._measure(trainer), self._world_size, list(KEYS))
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=step)
         elif len(self._marks) > 1000:  # rare logging must not pile up marks
             self._add_finished_steps()
         self._begin_part("data")
@@ -143,8 +149,27 @@ class StepTimer(Callback):
             self.clock.recycle(beginning)
         self._steps += len(ends)
 
-    def _log_figures(self, trainer: Trainer) -> None:
-        """Gather the figures over ranks and log them; collective.
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Without a logger, print the means of the run on rank 0; collective then.
+
+        hazard: either every rank gets here, or none.
+        """
+        if trainer.loggers:
+            return
+        self._add_finished_steps()
+        steps, figures = self._steps, self._measure(trainer)
+        if trainer.is_global_zero and steps:
+            title = f"StepTimer: mean of {steps} steps"
+            print(render_table(title, figures, self._world_size))
+
+    @property
+    def _world_size(self) -> int:
+        assert self.gatherer is not None
+        return self.gatherer.world_size
+
+    def _measure(self, trainer: Trainer) -> Mapping[str, Spread]:
+        """Gather the figures since the last time over ranks; collective.
 
         hazard: a rank whose device has finished no step yet must take part, too.
         """
@@ -158,15 +183,11 @@ class StepTimer(Callback):
             if now is None or before is None
             else (now - before) * ms
         )
-        metrics = to_metrics(
-            spread(list(KEYS), self.gatherer.gather(figures)), self.gatherer.world_size, list(KEYS)
-        )
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step)
         self._totals = dict.fromkeys(PARTS, 0.0)
         # Without a finished step this communication counts at the next logging step.
         self._communication = now if self._steps else before
         self._steps = 0
+        return spread(list(KEYS), self.gatherer.gather(figures))
 
     def _read_communication(self, trainer: Trainer) -> float | None:
         if self._fsdp:

@@ -99,6 +99,21 @@ def test_every_part_gets_its_time(tmp_path):
             assert row[f"time/{part}_ms"] == pytest.approx(slept, abs=1e-6), part
 
 
+@pytest.mark.parametrize("has_logger", [True, False])
+def test_without_a_logger_a_table_is_printed(has_logger, tmp_path, capsys):
+    timer = StepTimer()
+    timer.make_clock = lambda device: Slept()
+    logger = Collecting() if has_logger else False
+    fitter = trainer(logger=logger, callbacks=[timer], max_steps=3, default_root_dir=tmp_path)
+    fitter.fit(Slow(), DataLoader(SlowData(), batch_size=1))
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    expected = [("step", 100), ("data", 30), ("forward", 20), ("backward", 40)]
+    expected += [("optimizer", 10), ("other", 0)]
+    rows = [[part, f"{slept:.2f}", "ms"] for part, slept in expected]
+    assert [row for row in printed if row[1:] and row[-1] == "ms"] == ([] if has_logger else rows)
+    assert (["StepTimer:", "mean", "of", "3", "steps"] in printed) != has_logger
+
+
 class Telling(SingleDeviceStrategy):
     def communication_seconds(self):
         return 0.005 * self.lightning_module.trainer.global_step

@@ -1,5 +1,6 @@
 """What all ranks do alike works anywhere, and what rank 0 does alone is an error on every rank:
-weights read, changed and copied, sub-modules called, in hooks, callbacks and after the run.
+weights and optimizer state read, changed and copied, sub-modules called, in hooks, callbacks and after
+the run.
 """
 
 import copy
@@ -14,7 +15,7 @@ from torch import nn
 from helpers.parity import trainer, zero3
 from helpers.ranks import run_ranks
 
-WIDTH = 8
+WIDTH = 7  # so that shards of weights are of unequal length, and padded
 
 
 class Block(nn.Module):
@@ -76,6 +77,17 @@ def norms(module):
     ]
 
 
+def moments(module):
+    """Statistics of optimizer state, as people log them."""
+    state = module.optimizers().optimizer.state
+    return [
+        statistic(value.float())
+        for p in module.model.parameters()
+        for value in state[p].values()
+        for statistic in (torch.mean, torch.norm, lambda v: v.std(correction=0), torch.numel)
+    ]
+
+
 def sub_module(module):
     with torch.no_grad():
         return [
@@ -114,7 +126,10 @@ def generate(module):
     return found
 
 
-USES = {use.__name__: use for use in (norms, sub_module, deep_copy, state_dict, clamp, generate)}
+USES = {
+    use.__name__: use
+    for use in (norms, moments, sub_module, deep_copy, state_dict, clamp, generate)
+}
 PLACES = (
     "on_train_batch_end",
     "on_validation_epoch_end",
@@ -130,7 +145,9 @@ class Use(pl.Callback):
 
     def run(self, module):
         if not self.alone or module.trainer.is_global_zero:
-            self.found += [each.detach().clone() for each in USES[self.use](module)]
+            self.found += [
+                torch.as_tensor(each).detach().clone() for each in USES[self.use](module)
+            ]
 
     def on_train_batch_end(self, trainer, module, *_):
         if self.place == "on_train_batch_end":

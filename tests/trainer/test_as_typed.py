@@ -1,11 +1,18 @@
 """Options as people type them, and what libraries are told of a sharded model."""
 
+import inspect
 from datetime import timedelta
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+)
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -50,6 +57,45 @@ def test_a_dict_of_data_options():
 def test_another_type_is_told_at_once(typed, told):
     with pytest.raises(ValueError, match=told):
         Zero3Strategy(**typed)
+
+
+@pytest.mark.parametrize(
+    "option, told",
+    [
+        ({"cpu_offload": True}, r"no option 'cpu_offload'\.\nOffload is not offered"),
+        ({"offload_optimizer": True}, r"no option 'offload_optimizer'\.\nOffload"),
+        ({"sharding_strategy": "HYBRID_SHARD"}, r"no option.*\n.*`shard_size=8`.*HYBRID_SHARD"),
+        ({"stage": 3}, r"no option 'stage'\.\nIt is stage 3"),
+        ({"auto_wrap_policy": {nn.Linear}}, r"no option.*\n.*`unit_policy="),
+        ({"state_dict_type": "sharded"}, r"no option.*\n.*CheckpointOptions\(kind=.sharded"),
+        ({"mixed_precision": None}, r"no option.*\n.*Trainer\(precision="),
+        ({"find_unused_parameters": True}, r"no option.*\nTake it out"),
+        ({"unit_polcy": None}, r"no option 'unit_polcy'\.\nIts docstring"),
+    ],
+)
+def test_options_of_other_strategies_say_what_to_write(option, told):
+    with pytest.raises(TypeError, match=told):
+        Zero3Strategy(**option)
+
+
+OPTIONS_OF_LIGHTNING = {
+    FSDPStrategy: "cpu_offload mixed_precision auto_wrap_policy activation_checkpointing"
+    " activation_checkpointing_policy sharding_strategy state_dict_type device_mesh",
+    ModelParallelStrategy: "data_parallel_size tensor_parallel_size save_distributed_checkpoint",
+    DeepSpeedStrategy: "stage zero_optimization offload_optimizer offload_parameters config"
+    " allgather_bucket_size load_full_weights exclude_frozen_parameters",
+    DDPStrategy: "ddp_comm_hook",
+}
+
+
+@pytest.mark.parametrize("strategy", OPTIONS_OF_LIGHTNING)
+def test_every_own_option_of_lightnings_strategies_is_answered(strategy):
+    names = OPTIONS_OF_LIGHTNING[strategy].split()
+    assert set(names) <= set(inspect.signature(strategy).parameters)
+    for name in names:
+        with pytest.raises(TypeError) as error:
+            Zero3Strategy(**{name: None})
+        assert "docstring" not in str(error.value), name
 
 
 @pytest.mark.parametrize("typed, meant", [(True, "on"), (False, "off"), ("warn", "warn")])

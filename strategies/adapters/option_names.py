@@ -1,0 +1,53 @@
+"""Well-known names of other strategies' options, and what stands here for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+# names of FSDP, fully_shard, DDP and DeepSpeed -> what to do
+_INSTEAD = {
+    "auto_wrap_policy": 'Take it out: repeated blocks are found; `unit_policy=["MyBlock"]` chooses'
+    " others.",
+    "activation_checkpointing activation_checkpointing_policy partition_activations"
+    " cpu_checkpointing": "Call `torch.utils.checkpoint` in the model.",
+    "sharding_strategy device_mesh mesh data_parallel_size": "All of parameters, gradients and"
+    " optimizer state is sharded (FULL_SHARD); `shard_size=8` does so over 8 ranks"
+    " (HYBRID_SHARD). ZeRO-2 (SHARD_GRAD_OP) is not offered.",
+    "stage zero_optimization": "It is stage 3 always; `shard_size=8` shards over 8 ranks.",
+    "reshard_after_forward": "Take it out: parameters are resharded after forward always, but for"
+    " the last two units. ZeRO-2 is not offered.",
+    "mixed_precision mp_policy loss_scale initial_scale_power fp16 bf16": "Write"
+    ' `Trainer(precision="bf16-mixed")`, or another precision; `reduce_dtype="bf16"` is for what'
+    " travels.",
+    "state_dict_type save_distributed_checkpoint": "Write"
+    ' `checkpoint=CheckpointOptions(kind="sharded")`, or leave it out for one file.',
+    "load_full_weights exclude_frozen_parameters": "Any checkpoint is loaded;"
+    " `checkpoint=CheckpointOptions(exclude_frozen=True)` saves what is trained alone.",
+    "cpu_offload offload_policy offload_optimizer offload_parameters offload_params_device"
+    " offload_optimizer_device nvme_path remote_device": "Offload is not offered: use more ranks.",
+    "tensor_parallel_size": "Tensor parallelism is not offered.",
+    "config": "DeepSpeed's configuration has no file here: its options are the Trainer's"
+    " (`accumulate_grad_batches`, `gradient_clip_val`, `precision`) and those of this class.",
+    "find_unused_parameters static_graph gradient_as_bucket_view bucket_cap_mb broadcast_buffers"
+    " use_orig_params sync_module_states backward_prefetch forward_prefetch limit_all_gathers"
+    " param_init_fn contiguous_gradients overlap_comm allgather_partitions reduce_scatter"
+    " allgather_bucket_size reduce_bucket_size sub_group_size zero_allow_untested_optimizer"
+    " pin_memory": "Take it out: this needs no option here.",
+    "ddp_comm_hook ddp_comm_state ddp_comm_wrapper": '`reduce_dtype="bf16"` sends gradients as'
+    " bfloat16; other hooks are not offered.",
+    "ignored_modules ignored_parameters ignored_params ignored_states": "All parameters are"
+    " sharded; a module that each rank is to have whole may be in a list"
+    " (`self.teacher = [module]`).",
+}
+_BY_NAME = {name: answer for names, answer in _INSTEAD.items() for name in names.split()}
+
+
+def refuse_others(names: Iterable[str]) -> None:
+    """Refuse options that `Zero3Strategy` does not have.
+
+    Raises:
+        TypeError: there is one; what to write instead of another strategy's is told.
+    """
+    for name in names:
+        answer = _BY_NAME.get(name, "Its docstring lists the options.")
+        raise TypeError(f"Zero3Strategy has no option {name!r}.\n{answer}")
