@@ -233,7 +233,7 @@ class CUDABackendConfig(Callback):
         """Return the line that `setup` logs."""
         parts = [f"{name}={value}" for name, value in self.arguments.items()]
         parts += [f"{name}={text}" for name, text in self._change.written.items()]
-        where = "" if torch.cuda.is_available() else " (no CUDA here: nothing will use them)"
+        where = "" if torch.cuda.is_available() else " (no CUDA here: without effect)"
         return f"CUDABackendConfig: {', '.join(parts) or 'nothing asked for'}{where}"
 
     @override

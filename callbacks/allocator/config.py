@@ -267,10 +267,8 @@ class AllocatorConfig(Callback):
                 "" if torch.cuda.is_available() else " (not loaded: this run uses no CUDA)"
             )
         if proof is None:
-            return (
-                f"'{to_text(self.options)}' is well-formed; this run uses no CUDA, so there is"
-                " nothing to prove"
-            )
+            text = f"{to_text(self.options)} is well-formed" if self.options else "no options"
+            return f"{text}; without effect, as this run uses no CUDA"
         return proof.describe()
 
     # ---- at the end --------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def merge(
         winner, loser = (
             (variable, "the argument") if policy == "respect" else ("the argument", variable)
         )
-        decisions.append(f"{name}: {winner} wins over {loser} ({result[name]!r})")
+        decisions.append(f"{name}={result[name]!r}: {winner} wins over {loser}")
     return result, sorted(decisions)
 
 

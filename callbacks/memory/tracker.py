@@ -134,13 +134,11 @@ class CUDAMemoryTracker(Callback):
         device = trainer.strategy.root_device
         source = self.make_source(device)
         if source.name != "cuda":
-            figures = {
-                "process": "this process's resident memory",
-                "driver": "what the whole device has used",
+            reasons = {
+                "process": "no CUDA, so figures are of this process's resident memory",
+                "driver": "the allocator has no figures, so these are of the whole device",
             }
-            rank_zero_info(
-                f"CUDAMemoryTracker: no CUDA allocator to ask, tracking {figures.get(source.name)}"
-            )
+            rank_zero_info(f"CUDAMemoryTracker: {reasons.get(source.name)}")
         meter = PhaseMeter(source, self.reset_peaks, 0.75 * self.time_share)
         resident = meter.last.allocated - measure_module(pl_module, "cpu")
         window, windows, growth = self.leak_settings

@@ -29,7 +29,7 @@ from .build import (
 from .chunk import Entry
 from .forward_order import ForwardOrder
 from .gradients import Gradients
-from .hooks import install, transform, watch_outputs
+from .hooks import install, tracing_state, transform, watch_outputs
 from .initial_values import Initializer
 from .isolation import apart
 from .layout import ArenaLayout
@@ -380,6 +380,12 @@ class Zero3Engine:
                 unit.spread = unit.values()
             self._spreading.append(unit)
             return
+        if tracing_state() is not None:
+            raise ResidencyError(
+                f"{type(module).__name__} of unit {unit.name} is traced (`torch.jit.trace`,"
+                " `add_graph`) while its parameters are sharded.\nTrace it inside of `with"
+                " trainer.strategy.gathered(module):`, which all ranks enter."
+            )
         unit.use()
         self._saved.enter(unit)
         # in a step that not all ranks run, only some would learn

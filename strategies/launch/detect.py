@@ -97,7 +97,7 @@ class _Reader:
     def __init__(self, environ: Mapping[str, str], launcher: Launcher) -> None:
         self.environ, self.launcher = environ, launcher
         marks = ", ".join(f"{mark}={environ[mark]}" for mark in launcher.marks)
-        self.why = {"launcher": marks or "no launcher's variables"}
+        self.why = {"launcher": marks or "default: no launcher found"}
 
     def note(self, item: str, reason: str) -> None:
         self.why[item] = reason
@@ -157,7 +157,7 @@ def _places_by_request(read: _Reader, wish: Request | None) -> dict[str, int]:
     reason = (
         f"Trainer(devices={request.processes}, num_nodes={request.nodes})"
         if wish
-        else "one, for want of a launcher"
+        else "default: no launcher found"
     )
     read.note("rank", "node_rank * devices + local_rank")
     read.note("world_size", reason)

@@ -315,8 +315,9 @@ class ProcessStrategy(ParallelStrategy):
             os.environ.update(
                 MASTER_ADDR=self.world.main_address, MASTER_PORT=str(self.world.main_port)
             )
+        ranks, nodes = self.world.world_size, self.world.num_nodes
         _say_once(
-            f"zero3: {self.world.world_size} rank(s) on {self.world.num_nodes} node(s),"
+            f"zero3: {ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)},"
             f" {self.world.backend}, started by {self.world.launcher}"
         )
         assert self.lightning_module is not None

@@ -217,13 +217,11 @@ def test_merge_policies():
     theirs = {"256": 1, "512": 2}
     merged, decisions = merge(ours, BOTH, "merge", NEWEST)
     assert merged == {**ours, "roundup_power2_divisions": theirs}
-    assert decisions == [
-        "expandable_segments: the argument wins over PYTORCH_CUDA_ALLOC_CONF (True)"
-    ]
+    assert decisions == ["expandable_segments=True: the argument wins over PYTORCH_CUDA_ALLOC_CONF"]
     merged, decisions = merge(ours, BOTH, "respect", NEWEST)
     assert merged == {**ours, "roundup_power2_divisions": theirs, "expandable_segments": False}
     assert decisions == [
-        "expandable_segments: PYTORCH_CUDA_ALLOC_CONF wins over the argument (False)"
+        "expandable_segments=False: PYTORCH_CUDA_ALLOC_CONF wins over the argument"
     ]
     assert merge(ours, BOTH, "replace", NEWEST) == (ours, [])
     with pytest.raises(AllocatorOptionError, match="expandable_segments.*make them agree"):

@@ -33,6 +33,7 @@ LONG = [
     "callbacks/test_memory_cost.py*",
     "ranks/test_inductor.py*",
     "ranks/test_random_gradient_programs.py*",
+    "trainer/test_console.py*",
     "trainer/test_launched_faults.py*",
     "trainer/test_hugging_face.py*",
     "trainer/test_lightning_callbacks.py::test_as_in_one_process*",

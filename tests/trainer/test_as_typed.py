@@ -1,7 +1,9 @@
 """Options as people type them, and what libraries are told of a sharded model."""
 
 import inspect
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
@@ -173,6 +175,86 @@ class Traced(Dropping):
 
     def forward(self, x):
         return self.own(x)
+
+
+class TracedInAStep(Traced):
+    """As one calls `logger.experiment.add_graph` in a step, on rank 0 alone."""
+
+    is_gathered = True
+
+    def training_step(self, batch, batch_index):
+        with self.trainer.strategy.gathered(self) if self.is_gathered else nullcontext():
+            if self.trainer.is_global_zero:
+                graph = torch.jit.trace(self, batch)
+                self.is_same = torch.equal(graph(batch), self(batch))
+        return super().training_step(batch, batch_index)
+
+
+def trace_in_a_step(rank, world_size, is_gathered):
+    module = TracedInAStep()
+    module.is_gathered = is_gathered
+    runner = trainer(zero3(unit_policy=["Linear"]), world_size, max_steps=2)
+    runner.fit(module, DataLoader(torch.ones(4, 4), batch_size=1))
+    return getattr(module, "is_same", None)
+
+
+def test_a_step_that_traces_the_model():
+    assert run_ranks(trace_in_a_step, 2, True, timeout=60) == [True, None]
+    with pytest.raises(
+        AssertionError, match=r"Linear of unit own is traced .*\nTrace it inside of"
+    ):
+        run_ranks(trace_in_a_step, 2, False, timeout=60)
+
+
+class Watch(pl.Callback):
+    """As `wandb.watch`: hooks of parameters take histograms of gradients, a hook of the module those of
+    parameters when it has run.
+    """
+
+    def __init__(self, what):
+        self.what, self.histograms = what, {}
+
+    def on_train_start(self, trainer, module):
+        if self.what == "gradients" and trainer.is_global_zero:
+            for name, p in module.named_parameters():
+                p.register_hook(partial(self.take, f"gradients/{name}"))
+        if self.what == "parameters":
+            module.own.register_forward_hook(self.take_parameters)
+
+    def take_parameters(self, module, args, outputs):
+        for name, p in module.named_parameters():
+            self.take(f"parameters/{name}", p.data)
+
+    def take(self, name, tensor):
+        flat = tensor.detach().cpu().clone().reshape(-1)
+        flat = flat[torch.isfinite(flat)]
+        self.histograms[name] = torch.histc(flat, 8, flat.min().item(), flat.max().item())
+
+
+class Watched(Dropping):
+    def training_step(self, batch, batch_index):
+        return self.part(self.own(batch), left_out=None).square().mean()
+
+
+def watch(rank, world_size, log):
+    callback = Watch(log)
+    strategy = zero3(unit_policy=["Linear"]) if world_size > 1 else "auto"
+    data = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+    mine = DataLoader(data[:2] if world_size == 1 else data, batch_size=1)
+    trainer(strategy, world_size, max_steps=1, callbacks=[callback]).fit(Watched(), mine)
+    return callback.histograms
+
+
+@pytest.mark.parametrize("log", ["gradients", "parameters"])
+def test_histograms_of_a_library_that_watches_the_model(log):
+    """Gradients are rank 0's own, in its hooks alone; parameters are read by all ranks."""
+    (expected,) = run_ranks(watch, 1, log)
+    found = run_ranks(watch, 2, log, timeout=60)
+    assert len(expected) == (8 if log == "gradients" else 2)
+    for histograms in found if log == "parameters" else found[:1]:
+        assert histograms.keys() == expected.keys()
+        for name, histogram in histograms.items():
+            assert torch.equal(histogram, expected[name]), name
 
 
 def trace(rank, world_size):

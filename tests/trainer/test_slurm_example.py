@@ -34,7 +34,7 @@ def test_the_job_script_shows_all_ranks_and_runs_the_command(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert (
-        "2 rank(s)" in done.stdout
+        "number of ranks: 2" in done.stdout
         and "SLURM_PROCID=1" in done.stdout
         and "differs" not in done.stdout
     )

@@ -1,0 +1,89 @@
+"""What a run prints by default: the lines of `ddp`, less those that tell nobody anything."""
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+SCRIPT = """
+import sys
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader
+
+import lightning_zero3
+
+
+class Model(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_index):
+        return self.net(batch).square().mean()
+
+    def validation_step(self, batch, batch_index):
+        self.log("loss", self.net(batch).square().mean(), sync_dist=True)
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), 0.1)
+
+
+if __name__ == "__main__":
+    pl.seed_everything(1)
+    runner, module = pl.Trainer(strategy=sys.argv[1], devices=2, accelerator="cpu", max_epochs=2), Model()
+    data = DataLoader(torch.ones(8, 4), batch_size=2)
+    runner.fit(module, data, data)
+    runner.validate(module, data)
+    runner.test(module, data)
+"""
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """How often each line was printed, by strategy; progress bars left out."""
+    folder = tmp_path_factory.mktemp("console")
+    (folder / "script.py").write_text(SCRIPT)
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100"}
+    processes = {
+        strategy: subprocess.Popen(
+            [sys.executable, "script.py", strategy],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=folder,
+            env=environ,
+        )
+        for strategy in ("zero3", "ddp")
+    }
+    found = {}
+    for strategy, process in processes.items():
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+        # of warnings the text, without the line of the program that follows
+        lines = [re.sub(r"^/\S+:\d+: ", "", line.rstrip()) for line in output.splitlines()]
+        found[strategy] = Counter(
+            re.sub(r"\d+\.\d+", "NUMBER", line)
+            for line in lines
+            if line and not line.startswith("  ") and "━" not in line and "─" not in line
+        )
+    return found
+
+
+def test_one_line_is_ours(printed):
+    [(line, count)] = (printed["zero3"] - printed["ddp"]).items()
+    assert line.startswith("zero3: 2 ranks on 1 node, gloo, started by ") and count == 1
+
+
+def test_lines_of_ddp_that_are_missing(printed):
+    """They are from every rank, or about samples that `ddp` evaluates twice."""
+    missing = printed["ddp"] - printed["zero3"]
+    expected = ["Initializing distributed", "-----", "distributed_backend", "All distributed proc"]
+    expected += ["Using `DistributedSampler` with the dataloaders"]
+    assert all(line.startswith(tuple(expected)) for line in missing), missing
