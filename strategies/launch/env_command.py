@@ -198,6 +198,7 @@ def _items(everyone: Mapping[int, Facts]) -> list[tuple[str, str]]:
 
 
 def _print_lines(everyone: Mapping[int, Facts], marked: list[str], problem: str) -> None:
+    print(f"number of ranks: {len(everyone)}")
     for section, item in _items(everyone):
         if section == "why":
             continue
