@@ -100,25 +100,21 @@ def require_same_values(everyone: Sequence[Sequence[NamedChecksum]]) -> None:
     if kind == "written":
         raise DivergenceError(
             f"A forward, or an evaluation step, changed parameter {name!r} in place, and not to the"
-            " same values on all ranks (as an embedding with `max_norm` does, or an initialisation"
-            " from a rank's own data): it has one value. Compute the change from what all ranks"
-            " have (`torch.distributed.all_reduce`), or make it between steps, in `with"
-            " strategy.gathered(module, modify=True):`, where rank 0's counts (leave `max_norm`"
-            " out, and renormalise there)."
+            " same values on all ranks (as an embedding with `max_norm` does).\nCompute the change"
+            " from what all ranks have (`torch.distributed.all_reduce`), or make it between steps,"
+            " in `with strategy.gathered(module, modify=True):`, where rank 0's counts."
         )
     if kind == "stored":
         raise DivergenceError(
             f"Parameter {name!r} was stored between steps (`load_state_dict`, `copy_`) on some"
-            " ranks only, or with other values on each: it has one value, of which every rank"
-            " stored its own part. Do it on all ranks with the same values, or in `with"
-            " strategy.gathered(module, modify=True):`, where rank 0's count."
+            " ranks only, or with other values on each.\nDo it on all ranks with the same"
+            " values, or in `with strategy.gathered(module, modify=True):`, where rank 0's count."
         )
     if kind == "assigned":
         raise DivergenceError(
             f"Each rank assigned a gradient of its own to parameter {name!r}, or changed it in its"
-            " own way: it is put together from all ranks' parts. Assign the same gradient on all"
-            " ranks: `torch.distributed.all_reduce(g)`, then `p.grad = g`, or compute it on one"
-            " rank and broadcast it (`DataOptions(distinct_rank_rng=False)` for noise)."
+            " own way.\nAssign the same on all ranks (`dist.all_reduce(g)`, then `p.grad = g`);"
+            " noise is the same with `DataOptions(distinct_rank_rng=False)`."
         )
 
 
@@ -139,9 +135,8 @@ def require_same_settings(everyone: Sequence[Sequence[Setting]]) -> None:
                 raise _gradient_error(setting, expected, value, rank)
             raise DivergenceError(
                 f"{option!r} of param group {group} of {optimizer} is {expected} on rank 0 and"
-                f" {value} on rank {rank}: each would step its part of the model with its own. Set"
-                " it from what all ranks have: a scheduler that looks at a logged value needs"
-                " `self.log(..., sync_dist=True)`."
+                f" {value} on rank {rank}.\nSet it from what all ranks have: a scheduler that looks"
+                " at a logged value needs `self.log(..., sync_dist=True)`."
             )
 
 

@@ -348,7 +348,7 @@ class ShardedLoader(DataLoader):
         if state.get("version") != VERSION:
             raise ValueError(
                 f"{self.label}: the checkpoint holds a loader state of version"
-                f" {state.get('version')!r}, this code reads version {VERSION}. HINT: another"
+                f" {state.get('version')!r}, this code reads version {VERSION}.\nAnother"
                 " loader or another release saved the state."
             )
         kind = self.feed.describe()["kind"]
@@ -360,7 +360,7 @@ class ShardedLoader(DataLoader):
         if state["world_size"] != self.world_size and self._has_position_per_rank():
             raise ValueError(
                 f"{self.label}: the user shards the data by rank, so the positions of"
-                f" {state['world_size']} ranks mean nothing on {self.world_size}. HINT: resume on"
+                f" {state['world_size']} ranks mean nothing on {self.world_size}.\nResume on"
                 f" {state['world_size']} ranks, or let the strategy shard the data."
             )
 
@@ -378,11 +378,10 @@ class ShardedLoader(DataLoader):
         if self.feed.describe()["kind"] == "stream" and has_to_skip:
             if self.rank == 0 and not is_stateful(self.dataset):
                 warnings.warn(
-                    f"{self.label}: {type(self.dataset).__name__} cannot go to a position, so this"
-                    " rank reads it from its beginning and drops the items from before the"
-                    " checkpoint. HINT: implement `state_dict()` and `load_state_dict(state)` on"
-                    " the dataset (or on the iterator it returns): state_dict() is called after"
-                    " each batch, and iter() after load_state_dict(state) must continue there.",
+                    f"{self.label}: {type(self.dataset).__name__} cannot go to a position, so items"
+                    " from before the checkpoint are read again, and dropped.\nGive the dataset (or"
+                    " its iterator) `state_dict()`, called after each batch, and"
+                    " `load_state_dict(state)`, after which iter() continues there.",
                     stacklevel=3,
                 )
 
@@ -397,8 +396,8 @@ class ShardedLoader(DataLoader):
             raise AttributeError(
                 f"{self.label}: {name.removeprefix('_DataLoader__')!r} cannot change any more: the"
                 " ranks share the loader as it was.\nSet it on your own `DataLoader` before the"
-                " run, or return another one (`reload_dataloaders_every_n_epochs`). Attributes of"
-                " the dataset and of the samplers can be set, and act from the next epoch on."
+                " run, or return another one (`reload_dataloaders_every_n_epochs`); what you set on"
+                " its dataset and samplers acts from the next epoch on."
             )
         object.__setattr__(self, name, value)
 

@@ -136,7 +136,7 @@ class MapFeed:
                 raise ValueError(
                     f"{self.label}: the checkpoint's loader differs from this one: {meaning}"
                     f" {saved[name]!r} then, {own_facts[name]!r} now. Position {state} would mean"
-                    " other samples. HINT: resume with the same dataset and sampler, or start a new"
+                    " other samples.\nResume with the same dataset and sampler, or start a new"
                     " run from the weights only."
                 )
         self.use_generator_state(saved["generator"])

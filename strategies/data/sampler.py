@@ -56,13 +56,13 @@ class ShardSampler:
         if source.has_batch_items or not source.is_collated:
             raise ValueError(
                 f'{source.label}: sharding="split" cuts batches of one known size, but'
-                f" {type(source.sampler).__name__} yields whole batches of its own. HINT: give the"
+                f" {type(source.sampler).__name__} yields whole batches of its own.\nGive the"
                 ' batch sampler a `batch_size` that all its batches have, or use sharding="batch".'
             )
         if size % world:
             raise ValueError(
                 f'{source.label}: sharding="split" cuts each batch in {world} equal parts, but'
-                f" batch_size is {size}. HINT: use {max(1, size // world) * world} or"
+                f" batch_size is {size}.\nUse {max(1, size // world) * world} or"
                 f' {-(-size // world) * world}, or sharding="batch".'
             )
         return size // world

@@ -90,8 +90,8 @@ def _make_agreed_feed(
 def _warn_of_whole_reads(loader_name: str, world_size: int) -> None:
     warnings.warn(
         f"{loader_name}: every rank reads the whole stream and keeps one of {world_size} batches"
-        ' (streams="cut"). If the dataset already shards itself by rank, samples are lost. HINT:'
-        ' choose `Zero3Strategy(data=DataOptions(streams="own"))` in that case.',
+        ' (streams="cut"). If the dataset already shards itself by rank, samples are lost.\n'
+        'Choose `Zero3Strategy(data=DataOptions(streams="own"))` in that case.',
         stacklevel=3,
     )
 
@@ -170,9 +170,7 @@ def _compare_facts(
         if any(value != values[0] for value in values):
             raise ValueError(
                 f"rank {rank}, {loader_name}: the ranks do not agree about the {name}: by rank"
-                f" {values}. Each rank would take its part of another sequence, so samples would be"
-                " lost or repeated, and the run would hang where ranks have different numbers of"
-                " batches. HINT: build dataset and sampler in the same way on every rank, or set"
+                f" {values}.\nBuild dataset and sampler in the same way on every rank, or set"
                 " Trainer(use_distributed_sampler=False) if each rank has data of its own."
             )
     return entries[0][1]
@@ -185,13 +183,12 @@ def _check_lengths(feed: Feed, stage: Stage, loader_name: str, world_size: int) 
     if min(counts) == 0:
         raise ValueError(
             f"{loader_name}: {world_size} ranks, but there are batches for only"
-            f" {sum(count > 0 for count in counts)}; rank {counts.index(0)} would have none. HINT:"
-            " use fewer ranks or a smaller batch size."
+            f" {sum(count > 0 for count in counts)}; rank {counts.index(0)} would have none.\n"
+            "Use fewer ranks or a smaller batch size."
         )
     if len(set(counts)) > 1:
         raise ValueError(
-            f"{loader_name}: the ranks would have different numbers of training batches, {counts},"
-            " and the ranks with more batches would wait for the others for ever. HINT: choose"
-            " even_batches=True (repeats some samples), drop_last=True, or a batch size above 1,"
-            " with which even_batches=False gives all ranks equally many."
+            f"{loader_name}: the ranks would have different numbers of training batches, {counts}."
+            "\nChoose even_batches=True (repeats some samples), drop_last=True, or a batch size"
+            " above 1, with which even_batches=False gives all ranks equally many."
         )

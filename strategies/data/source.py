@@ -124,7 +124,7 @@ class MapSource:
                 f"{self.label}: batch sampler {type(self.sampler).__name__} has"
                 f" batch_size={self.batch_size}, but its batches of epoch {epoch} have other sizes"
                 f" too ({sorted(sizes | {len(batches[-1])})}), unlike those of its first epoch."
-                " HINT: remove the sampler's `batch_size` attribute, then batches are kept whole."
+                "\nRemove the sampler's `batch_size` attribute, then batches are kept whole."
             )
         return [index for batch in batches for index in batch]
 
@@ -143,7 +143,7 @@ class MapSource:
                 f"{self.label}: {type(self.sampler).__name__} yields index {values[bad_places[0]]}"
                 f" (place {first + bad_places[0]} of epoch {epoch}; {bad_places.size} bad indices"
                 f" in all), but the dataset has {self.size} samples, so 0 to {self.size - 1} are"
-                " valid. HINT: was the sampler made for another dataset?"
+                " valid.\nWas the sampler made for another dataset?"
             )
 
     def fingerprint(self, seed: int) -> int:

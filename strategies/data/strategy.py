@@ -165,10 +165,10 @@ class DataHooks:
             and not progress.is_last_batch
         ):
             warnings.warn(
-                f"the checkpoint was made after batch {done} of an epoch and does not say where its"
-                " loaders were, because another strategy wrote it: the rest of this epoch takes"
-                " samples from the beginning of the order again. HINT: resume from a checkpoint"
-                " that was made at the end of an epoch, or by zero3.",
+                f"The checkpoint was made after batch {done} of an epoch, by another strategy, and"
+                " does not say where its loaders were: the rest of this epoch takes samples from"
+                " the beginning of the order again.\nResume from one that was made at the end of an"
+                " epoch, or by zero3.",
                 stacklevel=2,
             )
 
@@ -219,7 +219,7 @@ class DataHooks:
             if loader.rank == 0:
                 warnings.warn(
                     f"{summary} The rest of the epoch is complete and in order, but the steps"
-                    ' differ. HINT: DataOptions(on_world_change="keep_global_batch") adjusts the'
+                    ' differ.\nDataOptions(on_world_change="keep_global_batch") adjusts the'
                     " accumulation.",
                     stacklevel=2,
                 )
@@ -229,7 +229,7 @@ class DataHooks:
             raise ValueError(
                 f"{summary} on_world_change='keep_global_batch' needs a whole number of"
                 f" micro-batches of {loader.row_samples}: {saved_batch} / {loader.row_samples} is"
-                " none. HINT: choose batch size and ranks such that their product divides"
+                " none.\nChoose batch size and ranks such that their product divides"
                 f" {saved_batch}."
             )
         trainer.accumulate_grad_batches = accumulate
@@ -274,11 +274,9 @@ class DataHooks:
         random_states.restore_rank(saved["states"], rank, seed, trainer.global_step)
         if world_size != saved["ranks"] and rank == 0:
             warnings.warn(
-                f"the random states in the checkpoint are those of {saved['ranks']} ranks, this run"
-                f" has {world_size}: dropout and main-process augmentation continue reproducibly,"
-                " but not as in the original run. New ranks begin with seeds derived from"
-                f" (seed={seed}, rank, step={trainer.global_step}). The order of samples and"
-                " per-sample randomness are not affected.",
+                f"The number of ranks is {world_size}, in the checkpoint {saved['ranks']}: dropout"
+                " and augmentation in the main process go on with other numbers, the same in each"
+                " such run. The order of samples is unchanged.",
                 stacklevel=2,
             )
 

@@ -75,7 +75,7 @@ class StreamFeed:
             if batch % world:
                 raise ValueError(
                     f'{self.label}: sharding="split" cuts each batch in {world} equal parts, but'
-                    f" batch_size is {loader.batch_size}. HINT: use a multiple of {world}, or"
+                    f" batch_size is {loader.batch_size}.\nUse a multiple of {world}, or"
                     ' sharding="batch".'
                 )
             batch //= world
@@ -188,7 +188,7 @@ class StreamFeed:
             raise ValueError(
                 f"{self.label}: the checkpoint was made with num_workers={saved['workers']}, this"
                 f" loader has {self.workers}. Each worker reads its own part of the stream, so the"
-                " positions mean nothing to another number of workers. HINT: resume with"
+                " positions mean nothing to another number of workers.\nResume with"
                 f" num_workers={saved['workers']}."
             )
         return StreamPosition.from_state(state)

@@ -274,6 +274,6 @@ def _seen_alone(name: str) -> ResidencyError:
     return ResidencyError(
         f"Parameter {name!r} has a post-accumulate hook, and got a gradient before the one of an"
         " earlier backward, or of an earlier use of it, was cleared: the hook would find the last"
-        " one alone. Use `parameter.register_hook`, which is given each by itself, or change"
+        " one alone.\nUse `parameter.register_hook`, which is given each by itself, or change"
         " `parameter.grad` after the backward (`on_after_backward`)."
     )

@@ -131,9 +131,8 @@ class Gradients:
         if self.arrived[entry.number]:
             raise ResidencyError(
                 f"The gradient of parameter {entry.name!r} was read in a backward that has computed"
-                " it (in a module's hook, or another parameter's), when it is this rank's own, and"
-                " on its way to the others. Read it after the backward (`on_after_backward`), or"
-                " in a hook of the parameter itself."
+                " it (in a module's hook, or another parameter's).\nRead it after the backward"
+                " (`on_after_backward`), or in a hook of the parameter itself."
             )
 
     def _require_all_ranks(self, entry: Entry, done: str) -> None:
@@ -186,18 +185,16 @@ class Gradients:
         if not entry.trained:
             raise ResidencyError(
                 f"The gradient of parameter {entry.name!r}, which no optimizer has, was not"
-                " kept: it would pile up, whole, on every rank. Give the parameter to an"
-                " optimizer in `configure_optimizers` (a learning rate of 0 will do), or freeze"
-                " it (`requires_grad_(False)`)."
+                " kept.\nGive the parameter to an optimizer in `configure_optimizers` (a learning"
+                " rate of 0 will do), or freeze it (`requires_grad_(False)`)."
             )
         if self.over and not self.has_gradient(entry):
             raise ResidencyError(
                 f"The gradient of parameter {entry.name!r} was freed when `training_step`"
-                " began, because Lightning clears it before the next backward. Read it earlier"
+                " began, because Lightning clears it before the next backward.\nRead it earlier"
                 " (`on_before_optimizer_step`, `on_train_batch_end`), or define"
-                " `on_before_zero_grad` in the module: then gradients stay until that hook is"
-                " over. For gradients of a backward inside of `training_step`, call the"
-                " module's `zero_grad()` first."
+                " `on_before_zero_grad` in the module; before a backward inside of"
+                " `training_step` call the module's `zero_grad()`."
             )
         self.require_not_arrived(entry)
         self.require_complete([entry])

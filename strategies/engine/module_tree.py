@@ -46,10 +46,9 @@ class Structure:
         ):
             for name in (name for key, name in found.items() if key not in expected):
                 raise ValueError(
-                    f"Parameter {name!r} was {what} after the model was sharded. Parameters must"
-                    " exist, for good, when the strategy shards the model: create or replace them"
-                    " in `__init__`, `configure_model` or `setup`. A copy that each rank is to"
-                    " have whole (a teacher) may be in a list (`self.teacher = [copy]`)."
+                    f"Parameter {name!r} was {what} after the model was sharded.\nChange modules in"
+                    " `__init__`, `configure_model` or `setup`. A copy that each rank is to have"
+                    " whole (a teacher) may be in a list (`self.teacher = [copy]`)."
                 )
         # only names changed (pruning does that), or modules without parameters: nothing that is
         # sharded

@@ -143,7 +143,7 @@ class EvaluationStrategy(WatchedStrategy):
             if not turn.is_uneven and not turn.assisted_steps:
                 raise
             raise DivergenceError(
-                f"{error} HINT: not every rank has a batch in this evaluation step. Log with"
+                f"{error}\nNot every rank has a batch in this evaluation step. Log with"
                 " on_step=False in it, and leave what all ranks do together (all_gather, barrier)"
                 " to the end of the epoch."
             ) from error
@@ -196,6 +196,6 @@ def _require_samples_everywhere(loaders: list[Any], mode: str) -> None:
         if counts is not None and 0 in counts:
             raise ValueError(
                 f"{loader.label}: rank {counts.index(0)} has no sample of it, so"
-                f" CombinedLoader(mode={mode!r}) cannot give it a batch. HINT: use fewer ranks, or"
+                f" CombinedLoader(mode={mode!r}) cannot give it a batch.\nUse fewer ranks, or"
                 " hand the loaders over as a list, which runs them one after another."
             )

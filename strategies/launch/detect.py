@@ -314,8 +314,8 @@ def _address(read: _Reader, places: Mapping[str, int]) -> str:
     raise LaunchError(
         f"{places['world_size']} processes on several nodes (rank {places['rank']} is number"
         f" {places['local_rank']} of {places['local_world_size']} here,"
-        f" {read.why['local_world_size']}) have no place to meet: MASTER_ADDR is not set. Set it to"
-        " the host of rank 0, and MASTER_PORT to a free port there, alike for all (Open MPI:"
+        f" {read.why['local_world_size']}) have no place to meet: MASTER_ADDR is not set.\nSet it"
+        " to the host of rank 0, and MASTER_PORT to a free port there, alike for all (Open MPI:"
         " mpirun -x MASTER_ADDR)."
     )
 

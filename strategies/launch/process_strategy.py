@@ -58,10 +58,9 @@ def _needs_port(environment: ClusterEnvironment | None, nodes: int) -> bool:
         return False
     if nodes > 1:
         raise LaunchError(
-            f"Trainer(num_nodes={nodes}) starts processes on each node, but MASTER_PORT is not set:"
-            " they would wait for each other at different ports. Set it to a free port of rank 0's"
-            " host, and MASTER_ADDR to that host, alike on all nodes (and NODE_RANK to each one's"
-            " number), or start with torchrun."
+            f"Trainer(num_nodes={nodes}) starts processes on each node, but MASTER_PORT is not"
+            " set.\nSet it to a free port of rank 0's host, and MASTER_ADDR to that host, alike on"
+            " all nodes (and NODE_RANK to each one's number), or start with torchrun."
         )
     return True
 

@@ -111,7 +111,7 @@ def _require_separate(optimizer: Optimizer, options: Options) -> None:
             f"{type(optimizer).__name__} could not be tried on small tensors"
             f" ({type(error).__name__}: {error}), so it cannot be trusted with shards. It is made"
             " as `cls([group], **defaults)`, or `cls(params, **defaults)`, and steps with and"
-            f" without a closure. {instead} in `configure_optimizers`, or use another strategy."
+            f" without a closure.\n{instead} in `configure_optimizers`, or use another strategy."
         ) from error
     if not separate or any(
         _combines(factor, optimizer, options, shapes, steps)
@@ -119,12 +119,11 @@ def _require_separate(optimizer: Optimizer, options: Options) -> None:
         for steps in trials
     ):
         raise ValueError(
-            f"{type(optimizer).__name__} combines several parameters in the update of one (a global"
-            " norm, for instance, or a step that it skips when any gradient is large or not finite;"
-            " or it draws random numbers, or uses what a closure returns, which each rank has of"
-            " its own), and with Zero3Strategy no rank has them all. Use an optimizer that updates"
-            " each parameter by itself, and clip by `Trainer(gradient_clip_val=...)`, or another"
-            " strategy."
+            f"{type(optimizer).__name__} combines several parameters in the update of one: by a"
+            " global norm, a step that it skips when any gradient is large or not finite, random"
+            " numbers, or what a closure returns. With Zero3Strategy no rank has them all.\nUse an"
+            " optimizer that updates each parameter by itself, and clip by"
+            " `Trainer(gradient_clip_val=...)`, or another strategy."
         )
 
 

@@ -37,9 +37,8 @@ def require_no_tensor_lists(optimizer: Optimizer, sizes: Counter[tuple[int, ...]
         ):
             raise ValueError(
                 f"{type(optimizer).__name__} keeps a tensor for each of its parameters in its"
-                f" attribute `{name}`. With Zero3Strategy it steps on other tensors (shards, or"
-                " whole parameters on the ranks that own them), which those do not follow. Keep"
-                " them in `self.state[parameter]`, as the optimizers of torch do."
+                f" attribute `{name}`, and with Zero3Strategy it steps on other tensors.\nKeep them"
+                " in `self.state[parameter]`, as the optimizers of torch do."
             )
 
 

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from ..engine import OptimizerStep
 
 NO_STATES = (
-    "it has no optimizer states: those of the last `fit` are gone, as they are when a `validate`,"
-    " `test` or `predict` begins, or spawned processes have ended, so no `fit` can go on from this"
-    " file. Save before that, or, where weights are all you want, with `weights_only=True`."
+    "it has no optimizer states (a `validate`, `test` or `predict` has begun since the `fit`, or"
+    " spawned processes have ended), so no `fit` can go on from this file.\nSave before that, or,"
+    " where weights are all you want, with `weights_only=True`."
 )
 _REPORTED_CLASSES: WeakSet[type[Optimizer]] = WeakSet()
 
@@ -58,7 +58,7 @@ def remarks_on_methods(optimizer: Optimizer) -> list[str]:
     _REPORTED_CLASSES.add(cls)
     return [
         f"{cls.__name__} has its own {' and '.join(f'`{name}`' for name in own)}, which zero3 does"
-        " not call: only `state` and `param_groups` of optimizers are saved and loaded. Keep what"
+        " not call: only `state` and `param_groups` of optimizers are saved and loaded.\nKeep what"
         " belongs to no parameter in `state`, under a string, and adjust what was loaded in"
         " `__setstate__`."
     ]
@@ -69,7 +69,7 @@ def require_state_for_each(states: Sequence[Any], optimizers: Sequence[Optimizer
     if states and len(states) != len(optimizers):
         raise ValueError(
             f"The checkpoint has the states of {len(states)} optimizers, and `configure_optimizers`"
-            f" returns {len(optimizers)}. Return as many, or start all anew, without the"
-            " checkpoint's learning-rate schedules: in `on_load_checkpoint`,"
-            ' `checkpoint["optimizer_states"] = []` and `checkpoint["lr_schedulers"] = []`.'
+            f" returns {len(optimizers)}.\nReturn as many, or start all anew: in"
+            ' `on_load_checkpoint`, `checkpoint["optimizer_states"] = []` and'
+            ' `checkpoint["lr_schedulers"] = []`.'
         )

@@ -138,10 +138,9 @@ class SlicedTensor(TensorDescription):
         # Not a TypeError: Python would replace the text by "unsupported operand type".
         raise RuntimeError(
             f"`{getattr(func, '__name__', func)}` needs the values of {labels[0]}, of which each"
-            " rank holds a part while a checkpoint is saved. Names can be changed and entries"
-            " removed in `on_save_checkpoint`; values cannot. Change them in `on_load_checkpoint`,"
-            " or save your own of `trainer.strategy.full_state_dict()`, which all ranks call and"
-            " rank 0 gets."
+            " rank holds a part while a checkpoint is saved.\nIn `on_save_checkpoint` change names,"
+            " or remove entries; change values in `on_load_checkpoint`, or save your own of"
+            " `trainer.strategy.full_state_dict()`, which all ranks call and rank 0 gets."
         )
 
 
