@@ -1,7 +1,8 @@
 """Callbacks for memory and speed, which load when they are first used.
 
 So `allocator_early` can run before torch is imported. Callbacks with `Config` in their name change
-settings and say how; `CUDAGraphStep` replays steps; the others observe alone.
+settings and say how; `CUDAGraphStep` replays steps; `ModelExport` writes files; the others observe
+alone.
 """
 
 from importlib import import_module
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from .allocator.config import AllocatorConfig
     from .allocator.pluggable import PluggableAllocator
     from .cuda_backend import CUDABackendConfig
+    from .export.callback import ModelExport
     from .graphs.callback import CUDAGraphStep
     from .memory.tracker import CUDAMemoryTracker
     from .timing.step_timer import StepTimer
@@ -21,6 +23,7 @@ _MODULE_OF = {
     "CUDABackendConfig": "cuda_backend",
     "CUDAGraphStep": "graphs.callback",
     "CUDAMemoryTracker": "memory.tracker",
+    "ModelExport": "export.callback",
     "PluggableAllocator": "allocator.pluggable",
     "StepTimer": "timing.step_timer",
 }
@@ -31,6 +34,7 @@ __all__ = [
     "CUDABackendConfig",
     "CUDAGraphStep",
     "CUDAMemoryTracker",
+    "ModelExport",
     "PluggableAllocator",
     "StepTimer",
 ]

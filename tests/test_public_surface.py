@@ -33,6 +33,7 @@ PUBLIC = {
         "CUDABackendConfig",
         "CUDAGraphStep",
         "CUDAMemoryTracker",
+        "ModelExport",
         "PluggableAllocator",
         "StepTimer",
     },

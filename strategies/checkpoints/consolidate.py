@@ -65,7 +65,7 @@ def export(path: Path, out: Path, max_file_bytes: int, prefix: str = "") -> None
         CheckpointError: the checkpoint is broken.
     """
     mapping = {f"^{re.escape(prefix)}": ""}
-    state = rename_keys(_open(path)["state_dict"], mapping)
+    state = rename_keys(open_checkpoint(path)["state_dict"], mapping)
     WeightsSave(state, out, max_file_bytes=max_file_bytes).write()
 
 
@@ -76,11 +76,12 @@ def consolidate(path: Path, out: Path) -> None:
     Raises:
         CheckpointError: the checkpoint is broken.
     """
-    checkpoint = _open(path)
+    checkpoint = open_checkpoint(path)
     if path.is_dir():
         number_states(checkpoint)
     FileSave(checkpoint, out).write()
 
 
-def _open(path: Path) -> dict[str, Any]:
+def open_checkpoint(path: Path) -> dict[str, Any]:
+    """Return a checkpoint whose tensors are read when they are used; collective."""
     return ShardedCheckpoint(path).checkpoint() if path.is_dir() else load(path, weights_only=True)

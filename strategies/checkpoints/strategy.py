@@ -192,7 +192,7 @@ class CheckpointStrategy(ProcessStrategy):
             self._save_gradients(checkpoint)
         if self._checkpoints.exclude_frozen and self.engine is not None:
             assert self.lightning_module is not None
-            replica = self._replica()[0] if self._checkpoints.compare_frozen else None
+            replica = self.replica[0] if self._checkpoints.compare_frozen else None
             exclude(checkpoint, self._frozen & frozen_names(self.lightning_module), replica)
         if _OWN_SCALER in checkpoint:
             checkpoint[_SCALER] = checkpoint.pop(_OWN_SCALER)
@@ -208,14 +208,15 @@ class CheckpointStrategy(ProcessStrategy):
             return
         single_file.number_states(checkpoint)
         if is_local and type(self.checkpoint_io) is TorchCheckpointIO:
-            self._write(single_file.FileSave(checkpoint, Path(filepath), self._replica()))
+            self._write(single_file.FileSave(checkpoint, Path(filepath), self.replica))
             return
         content = gather_on_rank_zero(checkpoint, self.global_rank)
         if content is not None:
             self.checkpoint_io.save_checkpoint(content, filepath, storage_options=storage_options)
 
-    def _replica(self) -> tuple[int, int]:
-        """Return of which of how many replicas this rank has a part."""
+    @property
+    def replica(self) -> tuple[int, int]:
+        """Of which replica of the shards this rank has a part, and of how many."""
         if self.engine is None:
             return 0, 1
         shards = self.engine.collectives.world_size
@@ -438,7 +439,7 @@ class CheckpointStrategy(ProcessStrategy):
         """Compare the values of frozen parameters that a loaded checkpoint does not have."""
         base, self._base = self._base, None
         if base is not None:
-            require_base_values(self.sliced_state_dict(), base, self._replica()[0])
+            require_base_values(self.sliced_state_dict(), base, self.replica[0])
 
     def _load_state(
         self, state: Mapping[str, Any], strict: bool, source: ShardedCheckpoint | None
@@ -536,7 +537,7 @@ class CheckpointStrategy(ProcessStrategy):
         """
         self._require_all_ranks(f"Saving {folder}")
         state = rename_keys(self.lightning_module_state_dict(), key_mapping)
-        WeightsSave(state, Path(folder), self._replica(), max_file_bytes).write()
+        WeightsSave(state, Path(folder), self.replica, max_file_bytes).write()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

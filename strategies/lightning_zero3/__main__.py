@@ -13,6 +13,7 @@ from .strategies.support import printable
 COMMANDS = {
     "env": "lightning_zero3.strategies.launch.env_command",
     "consolidate": "lightning_zero3.strategies.checkpoints.consolidate",
+    "export": "lightning_zero3.callbacks.export.command",
     "inspect": "lightning_zero3.strategies.checkpoints.inspect",
 }
 

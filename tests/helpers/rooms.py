@@ -162,10 +162,17 @@ ROOMS = [
         tokens=1_798,
     ),
     Room(
+        "callbacks/export",
+        "models as programs, out of shards",
+        "strategies/checkpoints",
+        f"{_LIGHTNING} onnx onnx_ir",
+        tokens=3_640,
+    ),
+    Room(
         "callbacks",
         "loads a callback when it is first used",
         "callbacks/allocator callbacks/memory callbacks/timing callbacks/graphs"
-        " callbacks/cuda_backend",
+        " callbacks/cuda_backend callbacks/export",
         "",
         tokens=194,
     ),

@@ -1,0 +1,129 @@
+"""Trace a model without its weights."""
+
+from __future__ import annotations
+
+import copy
+import io
+import tempfile
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim
+from torch.utils._pytree import tree_map_only
+
+from ...strategies.checkpoints import Skeleton
+from .onnx_graph import GRAPH, graph_of
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # by place, by name
+
+
+def trace(
+    module: nn.Module, name: str, inputs: Inputs, dynamic_shapes: Any = None, is_onnx: bool = False
+) -> Skeleton:
+    """Export a part of a module by ``torch.export``, in evaluation mode; local.
+
+    Args:
+        module: may be sharded, or on any device.
+        name: of the part; "" for the module itself.
+        inputs: of the part, on the CPU.
+        dynamic_shapes: as ``torch.export.export`` takes them; a dimension may be a string, too.
+        is_onnx: add the graph in ONNX.
+    """
+    named = cache(lambda dim: Dim.AUTO if dim == "auto" else Dim(dim))
+    shapes = tree_map_only(str, named, dynamic_shapes)
+    bare, tensors, prefix = _without_weights(module, name, partial(_fake, FakeTensorMode()))
+    program = torch.export.export(bare, *inputs, dynamic_shapes=shapes)
+    stream = io.BytesIO()
+    torch.export.save(program, stream)
+    skeleton = Skeleton.of_program(stream, tensors, prefix)
+    if is_onnx:
+        skeleton.records[GRAPH] = graph_of(program)
+    return skeleton
+
+
+def script(module: nn.Module, name: str, folder: Path) -> Skeleton:
+    """Compile a part of a module to TorchScript, in evaluation mode; local.
+
+    Args:
+        module: see :func:`trace`.
+        name: see :func:`trace`.
+        folder: has, for a moment, a file as large as the weights.
+    """
+    bare: Any
+    bare, tensors, prefix = _without_weights(module, name, _empty)
+    is_whole = isinstance(bare, LightningModule)
+    scripted = bare.to_torchscript() if is_whole else torch.jit.script(bare)
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        scripted.save(file.name)
+        return Skeleton.of_script(file.name, tensors, prefix)
+
+
+def inputs_of(module: nn.Module, parts: list[str], inputs: Inputs) -> dict[str, Inputs]:
+    """Return what parts of a module get when it first calls them, as zeros; local.
+
+    The module itself has the name "", and gets ``inputs``.
+    """
+    if parts == [""]:
+        return {"": inputs}
+    found: dict[str, Inputs] = {}
+
+    def note(name: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.setdefault(name, (args, kwargs))
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    bare, _, _ = _without_weights(module, "", partial(_fake, mode))
+    for name in parts:
+        part = bare.get_submodule(name)
+        part.register_forward_pre_hook(partial(note, name), with_kwargs=True)
+    with mode:
+        bare(*inputs[0], **inputs[1])
+    for name in parts:
+        if name not in found:
+            raise ValueError(f"`forward` does not call {name!r}")
+    return tree_map_only(Tensor, lambda t: torch.zeros(t.size(), dtype=t.dtype), found)
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    # memory that nobody writes to takes none
+    return torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu")
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    with mode:
+        return _empty(tensor)
+
+
+def _without_weights(
+    module: nn.Module, name: str, new: Callable[[Tensor], Tensor]
+) -> tuple[nn.Module, dict[str, Tensor], str]:
+    """Copy a part to the CPU, without hooks of the engine.
+
+    Args:
+        module: see :func:`trace`.
+        name: see :func:`trace`.
+        new: makes what stands for a parameter, or for a buffer that state dicts have.
+
+    Returns:
+        the copy, its parameters and buffers by name, and the prefix of the names in ``module``.
+    """
+    part = module.get_submodule(name)
+    memo: dict[int, Any] = {}
+    for child in part.modules():
+        for _, parameter in child.named_parameters(recurse=False):
+            empty = nn.Parameter(new(parameter), parameter.requires_grad)
+            memo.setdefault(id(parameter), empty)
+        for key, buffer in child.named_buffers(recurse=False):
+            is_saved = key not in child._non_persistent_buffers_set
+            memo.setdefault(id(buffer), new(buffer) if is_saved else buffer.detach().cpu().clone())
+    bare = copy.deepcopy(part, memo).eval()
+    _update_properties(bare, device=torch.device("cpu"))  # `device`, which its code may ask for
+    tensors: dict[str, Tensor] = dict(bare.named_parameters(remove_duplicate=False))
+    tensors |= bare.named_buffers(remove_duplicate=False)
+    return bare, tensors, f"{name}." if name else ""

@@ -1,0 +1,257 @@
+"""Archives of `torch.export` and TorchScript: a skeleton without weights, which all ranks fill."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from ..state_dicts.collective_errors import CheckpointError, without_other_ranks
+from ..state_dicts.slices import TensorDescription
+from .manifest import require_file
+from .regions import ParallelSave, Place, Region, allocate, regions_of
+from .storage import begin, commit
+from .zip_file import Piece, read_records, write_checksums
+
+# as `torch.export.pt2_archive.constants`, whose import takes a second
+_names = torch._C._export.pt2_archive_constants
+_TABLE = "zero3_weights.json"
+_WEIGHTS_CONFIG = _names.WEIGHTS_CONFIG_FILENAME_FORMAT.format("model")
+_CONSTANTS_CONFIG = _names.CONSTANTS_CONFIG_FILENAME_FORMAT.format("model")
+
+
+class Weight(NamedTuple):
+    """A tensor in an archive: its key in the model's state dict, its shape, its dtype's name."""
+
+    key: str
+    shape: list[int]
+    dtype: str
+
+    @classmethod
+    def of(cls, key: str, tensor: Tensor) -> Weight:
+        """Describe ``tensor``."""
+        return cls(key, list(tensor.size()), str(tensor.dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """All of an archive but the values of its weights.
+
+    Attributes:
+        records: name -> content. A weight's is what it has where a state dict lacks its key.
+        weights: name of its record -> weight. Tied ones have one record.
+    """
+
+    records: dict[str, bytes]
+    weights: Mapping[str, Weight]
+
+    @classmethod
+    def of_program(cls, stream: Any, tensors: Mapping[str, Tensor], prefix: str) -> Skeleton:
+        """Take what ``torch.export.save`` has written.
+
+        Args:
+            stream: the file; its weights are fake tensors.
+            tensors: all parameters and buffers of the module, by name.
+            prefix: of these names in the state dict of the whole model.
+        """
+        # torch gives all fake tensors of a dtype one record, without content
+        is_weight = f"{_names.WEIGHTS_DIR}{_names.WEIGHT_FILENAME_PREFIX}"
+        records = _read(stream, lambda name: not name.startswith(is_weight))
+        config = json.loads(records[_WEIGHTS_CONFIG])
+        constants = json.loads(records[_CONSTANTS_CONFIG])
+        numbers: dict[int, int] = {}
+        for key, entry in config["config"].items():
+            number = numbers.setdefault(id(tensors[key]), len(numbers))
+            entry["path_name"] = f"{_names.WEIGHT_FILENAME_PREFIX}{number}"
+        records[_WEIGHTS_CONFIG] = json.dumps(config).encode()
+        # a state dict lacks some buffers, and training may change them
+        pairs = [
+            (key, folder + entry["path_name"])
+            for folder, content in ((_names.WEIGHTS_DIR, config), (_names.CONSTANTS_DIR, constants))
+            for key, entry in content["config"].items()
+        ]
+        return cls(records, _table(pairs, tensors, prefix))
+
+    @classmethod
+    def of_script(cls, file: str, tensors: Mapping[str, Tensor], prefix: str) -> Skeleton:
+        """Take what ``torch.jit.save`` has written; see :meth:`of_program`."""
+        pickled = _read(file, "data.pkl".__eq__)["data.pkl"]
+        saved = _Storages(io.BytesIO(pickled)).load().named()
+        weights = _table(((key, f"data/{number}") for key, number in saved), tensors, prefix)
+        return cls(_read(file, lambda name: name not in weights), weights)
+
+    def write(self, path: Path) -> None:
+        """Write the skeleton to a file, which appears when it is complete."""
+        stage = begin(path)
+        with zipfile.ZipFile(stage, "x", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(_TABLE, json.dumps(self.weights))
+            for name, content in self.records.items():
+                archive.writestr(name, content)
+        commit(stage, path)
+
+    @classmethod
+    def read(cls, path: Path) -> Skeleton:
+        """Read what :meth:`write` has written.
+
+        Raises:
+            CheckpointError: it is something else.
+        """
+        try:
+            with zipfile.ZipFile(require_file(path)) as archive:
+                records = {name: archive.read(name) for name in archive.namelist()}
+            table = json.loads(records.pop(_TABLE))
+            return cls(records, {name: Weight(*weight) for name, weight in table.items()})
+        except (zipfile.BadZipFile, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} is no skeleton of `ModelExport`: {error}") from error
+
+
+def _read(file: Any, is_wanted: Callable[[str], bool]) -> dict[str, bytes]:
+    with zipfile.ZipFile(file) as archive:
+        named = {name.partition("/")[2]: name for name in archive.namelist()}
+        return {name: archive.read(full) for name, full in named.items() if is_wanted(name)}
+
+
+def _table(
+    pairs: Iterable[tuple[str, str]], tensors: Mapping[str, Tensor], prefix: str
+) -> dict[str, Weight]:
+    """Return record -> weight of pairs of a name and its record; of tied ones the first."""
+    found: dict[str, Weight] = {}
+    for key, record in pairs:
+        if key in tensors:
+            found.setdefault(record, Weight.of(prefix + key, tensors[key]))
+    return found
+
+
+class _Object:
+    """Stands for an object of a scripted class: its attributes."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__ = state if isinstance(state, dict) else {}
+
+    def named(self, prefix: str = "") -> Iterator[tuple[str, str]]:
+        """Yield the name and the record's number of each tensor."""
+        for name, value in vars(self).items():
+            if isinstance(value, _Object):
+                yield from value.named(f"{prefix}{name}.")
+            elif isinstance(value, _Number):
+                yield prefix + name, value
+
+
+class _Number(str):
+    """Of the record of a tensor's storage."""
+
+
+class _Storages(pickle.Unpickler):
+    """Reads a scripted module's attributes, a number for each tensor; runs nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_tensor = name == "_rebuild_tensor_v2"
+        return (lambda storage, *_: storage) if is_tensor else type(name, (_Object,), {})
+
+    def persistent_load(self, saved: Any) -> Any:
+        return _Number(saved[2])
+
+
+class ArchiveSave(ParallelSave):
+    """Fill a skeleton.
+
+    Args:
+        skeleton: the same on all ranks.
+        state: key -> tensor or slice; it may have more than the skeleton needs.
+        path: of the archive.
+        replica: see :class:`~.regions.ParallelSave`.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        state: Mapping[str, Any],
+        path: Path,
+        replica: tuple[int, int] = (0, 1),
+    ) -> None:
+        self._skeleton = skeleton
+        keys = [weight.key for weight in skeleton.weights.values()]
+        super().__init__({key: state[key] for key in keys if key in state}, path, replica)
+
+    @override
+    def begin(self) -> Path:
+        return begin(self.path)
+
+    @override
+    def reserve(self, tree: Any, stage: Path) -> tuple[dict[int, Place], list[Region]]:
+        records, holes = dict(self._skeleton.records), {}
+        # the writer has a record of its own for it, whose name depends on the version
+        version = records.pop("version", None) or records.pop(".data/version")
+        for name, weight in self._skeleton.weights.items():
+            value = tree.get(weight.key)
+            if value is None and records.get(name):
+                # a buffer that no state dict has, as it was when the skeleton was made
+                value = torch.frombuffer(bytearray(records[name]), dtype=torch.uint8)
+            elif value is None or weight != Weight.of(weight.key, value):
+                found = "none" if value is None else Weight.of(weight.key, value)[1:]
+                raise CheckpointError(
+                    f"the exported model has {weight.key!r} of {weight[1:]}, and what is to be"
+                    f" written has {found}. Take the skeleton of the same run."
+                )
+            holes[name] = value
+        with open(stage, "x+b") as stream:
+            writer: Any = torch._C.PyTorchFileWriter(stream)
+            writer.set_min_version(int(version))
+            # one order, wherever values come from: torch makes an id of the file of them
+            for name, content in {**records, **holes}.items():
+                if name in holes:
+                    writer.write_record_metadata(name, holes[name].nbytes)
+                else:
+                    writer.write_record(name, content, len(content))
+            writer.write_end_of_file()
+            allocate(stream, stream.seek(0, os.SEEK_END))
+            starts = {r.name.partition("/")[2]: r.start for r in read_records(stream)}
+        places: dict[int, Place] = {}
+        regions: list[Region] = []
+        for name, value in holes.items():
+            place = Place("", starts[name])
+            if isinstance(value, TensorDescription):
+                places[id(value)] = place
+            else:
+                regions += regions_of(value, place)
+        return places, regions
+
+    @override
+    def complete(self, stage: Path, pieces: list[Piece]) -> None:
+        write_checksums(stage, pieces)
+
+
+@without_other_ranks()
+def export_checkpoint(path: Path, skeleton: Skeleton, out: Path, average: bool = True) -> None:
+    """Fill a skeleton with the weights of a checkpoint; local.
+
+    Args:
+        path: of the checkpoint, a file or sharded.
+        skeleton: of the model that was trained.
+        out: the archive, which appears when it is complete.
+        average: take what `load_from_checkpoint` would; False for the weights that Lightning's
+            `WeightAveraging` averages.
+
+    Raises:
+        CheckpointError: the checkpoint is broken, or is another model's.
+    """
+    from .consolidate import open_checkpoint
+
+    checkpoint = open_checkpoint(path)
+    state = checkpoint.get("state_dict", checkpoint)
+    if not average:
+        state = checkpoint.get("current_model_state", state)
+    ArchiveSave(skeleton, state, out).write()
