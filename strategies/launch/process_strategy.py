@@ -39,7 +39,7 @@ from typing_extensions import override
 from ..collectives import CollectiveTimer, LocalCollectives, Meeting
 from .cluster_environment import choose_environment, identify
 from .detect import list_variables
-from .host import limit_threads, visible_devices
+from .host import visible_devices
 from .orphans import PARENT_VARIABLE, end_with_parent
 from .rendezvous import end_process_group, listen, serve_at, start_process_group
 from .signals import AgreedSignals
@@ -303,7 +303,6 @@ class ProcessStrategy(ParallelStrategy):
             self.num_nodes = self.world.num_nodes
         super().setup_environment()
         reset_seed()
-        limit_threads(self.world.local_world_size)
         self._process_group_backend = self.world.backend
         device = self.root_device if self.root_device.type != "cpu" else None
         with end_with_parent(self.world):

@@ -40,9 +40,6 @@ def set_up(monkeypatch):
         calls.append(args)
         raise Reached
 
-    monkeypatch.setattr(
-        process_strategy, "limit_threads", lambda ranks: calls.append(("threads for", ranks))
-    )
     monkeypatch.setattr(process_strategy, "start_process_group", start)
 
     def run(gpus, **options):
@@ -55,7 +52,7 @@ def set_up(monkeypatch):
     return run, calls
 
 
-def test_threads_times_and_the_device_reach_those_they_are_for(set_up):
+def test_times_and_the_device_reach_those_they_are_for(set_up):
     run, calls = set_up
     timeout, start_timeout = timedelta(seconds=41), timedelta(seconds=43)
     with pytest.raises(Reached):
@@ -63,7 +60,7 @@ def test_threads_times_and_the_device_reach_those_they_are_for(set_up):
     mine = torch.device("cuda", 1)
     world = calls[-1][0]
     assert (world.rank, world.world_size, world.device_type) == (1, 2, "cuda")
-    assert calls == [("threads for", 2), (world, "nccl", timeout, start_timeout, mine)]
+    assert calls == [(world, "nccl", timeout, start_timeout, mine)]
 
 
 def test_devices_are_counted_before_anything_else(set_up):
