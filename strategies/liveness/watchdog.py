@@ -466,7 +466,8 @@ class Watch:
         if self._verdict is not None:
             return
         self._verdict = verdict
-        verdict["text"] = printable(verdict["text"])
+        # what happened, and perhaps a line that says what to do
+        verdict["text"] = "\n".join(map(printable, verdict["text"].split("\n", 1)))
         self.position.leave_message(verdict["text"])
         self._deadline = time.monotonic() + (0 if verdict.get("stuck") else self._options.grace)
         self._verdict_event.set()
@@ -496,7 +497,9 @@ class Watch:
                 " saved"
             )
         here = self._describe_place(place)
-        return f"{verdict['text']} Rank {self._rank} ends too; it is in {here}{hint}."
+        happened, newline, advice = verdict["text"].partition("\n")
+        end = f"Rank {self._rank} ends too; it is in {here}{hint}."
+        return f"{happened} {end}{newline}{advice}"
 
     def _describe_place(self, place: Place) -> str:
         return place.describe(self.unit_name)

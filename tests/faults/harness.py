@@ -176,7 +176,10 @@ def _last_words(log: str) -> str:
         re.M,
     )
     ends = re.findall(
-        r"^(Rank \d+ (?:on|died|raised|has) .*|(?:In step \d+: )?The ranks .*)$", log, re.M
+        r"^((?:Rank \d+ (?:on|died|raised|has) |(?:In step \d+: )?The ranks ).*"
+        r"(?:\nAll ranks must .*)?)$",
+        log,
+        re.M,
     )
     warnings = re.findall(r"(Rank \d+ holds .*)$", log, re.M)
     return errors[-1] if errors else ends[-1] if ends else " ".join(warnings)

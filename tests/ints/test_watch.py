@@ -224,6 +224,15 @@ def test_a_warning_that_is_an_error_does_not_end_the_watch():
         assert len(asked) >= 2
 
 
+def test_a_verdict_says_on_its_second_line_what_to_do(capsys):
+    with watching(dist.HashStore()) as watch:
+        watch._accept_verdict({"rank": 1, "text": "They\x1b[2J part.\nLook\nfor\r it."})
+        words = watch._describe_verdict(watch._verdict).splitlines()
+    assert words == capsys.readouterr().err.splitlines()
+    assert words[0].startswith(r"They\x1b[2J part. Rank 0 ends too; it is in set-up")
+    assert words[1:] == [r"Look\nfor\r it."]
+
+
 def test_a_warning_about_another_rank_does_not_write_to_the_terminal():
     store, line = dist.HashStore(), "train\x1b[2J.py:7\r in step"
     store.set("1", replace(BEAT, machine=machine(), pid=os.getpid(), code=line).pack())
