@@ -108,12 +108,21 @@ the ten steps from the run without a fault; 0 is bitwise. In the phase "device" 
 them, hosts do not wait for them, and sums before the fault are taken in gloo's order, so that losses differ by rounding. The
 machine has two cores.
 """
+KILLS = """`tests/faults/random_kills.py` disturbs a run of two ranks (the Trainer's) with loader workers, noise, accumulation and a
+validation inside the epoch, while it starts, after any batch, or in a checkpoint, of which there is one every third step. *To*:
+rank 1 (one; the main process before there is a rank 1), all processes, or the main process. *After*: the batch that was
+reached, or so long after the start. *Seconds* are from the signal to the end of the last process; what is stopped for good is
+killed when the others have ended, and a run that is stopped for a while, or that ends as it should, goes on. *Codes* are those
+of the disturbed main process and of the run that goes on from `ckpt_path="last"`, *left* the processes 30 seconds after the
+signal, and *weights* those at the end, compared bitwise with the run that nobody disturbed.
+"""
 RESTARTS = (
     "Where an attempt has begun to train: at these steps, told of each rank where they differ."
 )
 
 
 def main() -> None:
+    from faults import random_kills
     from faults.harness import Fault, run
 
     rows, words = [], []
@@ -137,6 +146,8 @@ def main() -> None:
         "",
         *across_hosts(),
     ]
+    lines += ["## At random moments", "", KILLS]
+    lines += [*random_kills.table(random_kills.play_rounds(40, seed=12)), ""]
     lines += ["## What each rank says", ""]
     for title, said in words:
         lines += [

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -130,6 +131,8 @@ def start(folder: Path) -> subprocess.Popen:
             stderr=log,
             env={**environment, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
             start_new_session=True,
+            # a background job's processes would ignore it
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
 
 

@@ -1,4 +1,4 @@
-"""A few of the random kills, stops and cuts; `random_kills.py` plays forty."""
+"""A few of the random kills and stops; `random_kills.py` plays forty."""
 
 import sys
 
