@@ -87,6 +87,30 @@ def align_traces(beats: Sequence[Beat]) -> list[list[int]]:
     return [beat.trace[1:] if beat.trace[:1] == window != [-1] else [] for beat in beats]
 
 
+class _StillCounter:
+    """Counts the reports of every rank since something changed."""
+
+    def __init__(self) -> None:
+        self._state: Hashable = None
+        self._numbers: list[int] = []
+        self._count = 0
+
+    def count(self, state: Hashable, beats: Sequence[Beat]) -> int:
+        """Return how often all ranks have reported again since ``state`` changed.
+
+        A rank that has ended sends no more reports and is not waited for.
+        """
+        numbers = [b.number for b in beats]
+        if state != self._state:
+            self._count, self._state, self._numbers = 0, state, numbers
+        elif all(
+            n > m or b.place.activity == Activity.ENDED
+            for n, m, b in zip(numbers, self._numbers, beats, strict=True)
+        ):
+            self._count, self._numbers = self._count + 1, numbers
+        return self._count
+
+
 class Deadlock:
     """Finds ranks that wait for each other for ever, though no process is gone.
 
@@ -94,9 +118,7 @@ class Deadlock:
     """
 
     def __init__(self) -> None:
-        self._state: Hashable = None
-        self._numbers: list[int] = []  # of the reports that were counted last
-        self._count = 0  # how often all ranks have reported again since the state changed
+        self._still = _StillCounter()
 
     def find(self, beats: Sequence[Beat]) -> tuple[int, int] | None:
         """Return a rank that waits in the engine and one that can never join it, or None.
@@ -105,16 +127,7 @@ class Deadlock:
         """
         moving = any(b.busy > 0 and b.place.activity != Activity.ENDED for b in beats)
         state = (moving, *((b.place, b.waits) for b in beats))
-        numbers = [b.number for b in beats]
-        if state != self._state:
-            self._count, self._state, self._numbers = 0, state, numbers
-        # A rank that has ended sends no more reports and is not waited for.
-        elif all(
-            n > m or b.place.activity == Activity.ENDED
-            for n, m, b in zip(numbers, self._numbers, beats, strict=True)
-        ):
-            self._count, self._numbers = self._count + 1, numbers
-        if self._count < _STUCK_BEATS or moving:
+        if self._still.count(state, beats) < _STUCK_BEATS or moving:
             return None
         # A rank that waits outside the engine cannot start an exchange until the others get there.
         inside = [(b.place.exchanges, r) for r, b in enumerate(beats) if b.waits == ENGINE]
@@ -126,6 +139,42 @@ class Deadlock:
         if inside and outside and max(inside)[0] > min(outside)[0]:
             return max(inside)[1], min(outside)[1]
         return None
+
+
+class Standstill:
+    """Finds ranks that all wait outside the engine, and not at one place.
+
+    Perhaps they wait for ever, but different lines may belong to one exchange.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._beats, self._still = max(_STUCK_BEATS, round(seconds)), _StillCounter()
+        self._reported_state: Hashable = None
+
+    def find(self, beats: Sequence[Beat], unit_name: Callable[[int], str]) -> str | None:
+        """Return a warning, once for each standstill, else None."""
+        all_wait = all(b.waits == ELSEWHERE and b.busy == 0 for b in beats)
+        state = (all_wait, *((b.place, b.code) for b in beats))
+        count = self._still.count(state, beats)
+        if count < self._beats or not all_wait or state == self._reported_state:
+            return None
+        self._reported_state = state
+        ranks: dict[str, list[str]] = {}
+        for rank, beat in enumerate(beats):
+            ranks.setdefault(f"{beat.place.describe(unit_name)} ({beat.code})", []).append(
+                str(rank)
+            )
+        if len(ranks) == 1:
+            return None
+        where = "; ".join(
+            f"rank{'s' * (len(members) > 1)} {', '.join(members)} in {place}"
+            for place, members in ranks.items()
+        )
+        return (
+            f"Nobody has moved for {self._beats} s. All ranks wait for others, and at different"
+            f" places: {where}. If these are not lines of one exchange, they wait for ever: all"
+            " ranks must come to the same collectives in the same order."
+        )
 
 
 class Straggler:

@@ -37,7 +37,7 @@ from ..collectives import (
 from ..collectives.exchange_log import LOOK_FOR
 from ..support import printable
 from ..support.thread_stacks import read_frames
-from .diagnosis import ELSEWHERE, ENGINE, Beat, Deadlock, Straggler, align_traces
+from .diagnosis import ELSEWHERE, ENGINE, Beat, Deadlock, Standstill, Straggler, align_traces
 from .heartbeats import BEAT_S, SUSPENDED_S, Report, Reports, first_line, print_error
 from .position import Activity, Neighbour, Place, Position, machine
 
@@ -61,7 +61,8 @@ class WatchOptions:
     """Time limits after which a rank counts as slow or lost, in seconds.
 
     Attributes:
-        slow: a warning names a rank that holds the others up over so long a time.
+        slow: a warning names a rank that holds the others up over so long a time, or all ranks if
+            they wait at different places over so long a time.
         lost: a rank that has not reported for so long is taken for dead. A rank of the same machine
             whose process ends is found at once.
         grace: so long after another rank's end this one may take to raise; then the watchdog ends
@@ -116,7 +117,8 @@ class Watch:
         # Ranks that have ended in a way that this process could not read -> time until which their
         # last report may still arrive in the store.
         self._unexplained: dict[int, float] = {}
-        self._deadlock, self._straggler = Deadlock(), Straggler(options.slow)
+        self._deadlock, self._standstill = Deadlock(), Standstill(options.slow)
+        self._straggler = Straggler(options.slow)
         self._verdict: dict[str, Any] | None = None  # why the run ends
         self._deadline = float("inf")  # when this process is ended
         self._verdict_event = threading.Event()
@@ -442,7 +444,10 @@ class Watch:
                 stuck=True,
             )
             return
-        if (warning := self._straggler.find(beats, self.unit_name)) is not None:
+        warning = self._standstill.find(beats, self.unit_name)
+        if warning is None:
+            warning = self._straggler.find(beats, self.unit_name)
+        if warning is not None:
             # `warnings.simplefilter("error")` raises it, here where an error would end the watch.
             with suppress(Warning):
                 rank_zero_warn(printable(warning))

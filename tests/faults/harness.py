@@ -117,6 +117,13 @@ def attempt(folder: Path, fault: Fault | None, world_size: int, timeout: float) 
             process.start()
     if fault is not None and fault.kind == "pause":
         _pause(processes, folder, fault.rank)
+    if fault is not None and fault.kind == "wait apart":
+        wait_until(
+            lambda: any(
+                "Nobody has moved" in log.read_text(errors="replace") for log in logs.iterdir()
+            )
+        )
+        (folder / "go on").touch()
     # until somebody wakes or kills it
     frozen = fault.rank if fault is not None and fault.kind == "freeze" else None
     running = [p.sentinel for r, p in enumerate(processes) if r != frozen]
@@ -181,7 +188,7 @@ def _last_words(log: str) -> str:
         log,
         re.M,
     )
-    warnings = re.findall(r"(Rank \d+ holds .*)$", log, re.M)
+    warnings = re.findall(r"((?:Rank \d+ holds|Nobody has moved) .*)$", log, re.M)
     return errors[-1] if errors else ends[-1] if ends else " ".join(warnings)
 
 

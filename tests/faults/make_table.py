@@ -66,6 +66,8 @@ DIVERGENCES = [
 SLOW = [
     ("doze", "forward", 1, 2),
     ("doze", "loading", 0, 3),
+    ("wait apart", "callback", 1, 2),
+    ("wait apart", "callback", 0, 3),
     ("pause", "forward", 0, 2),
     ("pause", "forward", 1, 3),
 ]
@@ -92,6 +94,7 @@ started again from its last checkpoint.
 | freeze | SIGSTOP: the process is there and does nothing (given up after `lost=5` seconds, ended after `grace=3` more) |
 | mute | its watch can tell the others nothing any more |
 | doze | sleeps for seven seconds (`slow=3`) |
+| wait apart | waits in `torch.distributed.recv`, the others in `barrier`, until the warning has been seen (`slow=3`) |
 | pause | all ranks are stopped for seven seconds (Ctrl-Z and `fg`, `docker pause`) and go on, this one first |
 | other order, skipped unit | runs its units in another order, leaves one out |
 | skipped step | returns None from `training_step` |

@@ -6,6 +6,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -145,6 +146,8 @@ class Model(pl.LightningModule):
     def on_train_start(self):
         with self.file("begun").open("a") as file:
             file.write(f"{self.global_step}\n")
+        if self.fault is not None and self.fault.kind == "wait apart":
+            self.aside = torch.distributed.new_group()
 
     def file(self, name):
         return self.folder / f"{name}.{self.global_rank}"
@@ -213,9 +216,30 @@ class Model(pl.LightningModule):
             self.net(self.trainer.train_dataloader.dataset[:2][0])
         if self.here("lonely load"):
             self.net.load_state_dict(make(TinyLm).state_dict())
+        if (
+            self.fault is not None
+            and self.fault.kind == "wait apart"
+            and self.global_step == FAULT_STEP
+        ):
+            self.wait_apart((self.fault.rank + 1) % self.world_size)
+
         if self.here("mute"):
             self.trainer.strategy.watch._number = None  # no beat can be made
             time.sleep(60)
+
+    def wait_apart(self, helper):
+        """One rank waits for a message, the others for each other, until the harness lets
+        ``helper`` send it.
+        """
+        if self.global_rank == helper:
+            threading.Thread(target=self.help).start()
+        if self.here("wait apart"):
+            torch.distributed.recv(torch.zeros(1), helper, self.aside)
+        torch.distributed.barrier()
+
+    def help(self):
+        pause(self.folder)
+        torch.distributed.send(torch.zeros(1), self.fault.rank, self.aside)
 
     def on_train_epoch_end(self):
         if (

@@ -3,6 +3,7 @@
 import re
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -110,13 +111,14 @@ ON_DEVICES = {
 }
 # rank 0 serves what the other asks
 PAUSES = [Fault("pause", "forward", rank, 2) for rank in (0, 1)]
+APART = Fault("wait apart", "callback", 1, 3)
 SLOW = Fault("doze", "loading", 1, 2)
 
 
 @cache
 def told_by_time():
     """Outcomes of the faults that only time can tell, tried beside each other to wait together."""
-    faults = [*ON_DEVICES, *PAUSES, *(fault for fault in FAULTS if fault.kind == "freeze")]
+    faults = [*ON_DEVICES, *PAUSES, APART, *(fault for fault in FAULTS if fault.kind == "freeze")]
     for world_size in (2, 3):
         reference(world_size)
     with ThreadPoolExecutor(len(faults)) as pool:
@@ -228,3 +230,22 @@ def test_a_slow_rank_is_named_and_trains_on():
     assert outcome.codes == {0: 0, 1: 0}, outcome.said
     assert re.search(r"Rank 1 holds the others up.*in doze\)", outcome.said[0]), outcome.said
     assert goes_on(outcome, SLOW, program.STEPS) == 0.0
+
+
+def test_ranks_that_wait_in_different_collectives_of_their_own_are_told_where():
+    outcome = told_by_time()[APART]
+    assert outcome.codes == {0: 0, 1: 0, 2: 0}, outcome.said
+    assert goes_on(outcome, APART, program.STEPS) == 0.0
+    where = (
+        r"in the loop between steps \(loading data, callbacks\), step 4 \(\S+program.py:(\d+) in"
+        r" wait_apart\)"
+    )
+    found = re.search(
+        f"Nobody has moved for 3 s.*: ranks 0, 2 {where}; rank 1 {where}. If", outcome.said[0]
+    )
+    assert found, outcome.said
+    source = Path(program.__file__).read_text().splitlines()
+    lines = [source[int(number) - 1].strip() for number in found.groups()]
+    assert lines[0] == "torch.distributed.barrier()" and lines[1].startswith(
+        "torch.distributed.recv("
+    ), lines

@@ -23,6 +23,7 @@ from lightning_zero3.strategies.liveness.diagnosis import (
     ENGINE,
     Beat,
     Deadlock,
+    Standstill,
     Straggler,
     align_traces,
 )
@@ -125,6 +126,47 @@ def test_a_rank_that_has_ended_never_comes():
 )
 def test_no_deadlock(other):
     assert find(Deadlock(), *[[beat(n, exchanges=41), other(n)] for n in range(9)]) is None
+
+
+def outside(number, line, **fields):
+    return replace(beat(number, waits=ELSEWHERE, **fields), code=f"train.py:{line} in step")
+
+
+def test_ranks_that_all_wait_at_different_places_are_told_once():
+    standstill = Standstill(4)
+    rounds = [[outside(n, 7), outside(n, 9), outside(n, 9)] for n in range(9)]
+    # it looks more often than ranks report
+    said = [standstill.find(beats, str) for beats in rounds for _ in range(2)]
+    assert [number for number, words in enumerate(said) if words] == [8]
+    place = "in forward, unit 1, step 3"
+    assert (
+        f"for 4 s. All ranks wait for others, and at different places: rank 0 {place} (train.py:7"
+        " in step); " in said[8]
+    )
+    assert f"ranks 1, 2 {place} (train.py:9 in step). " in said[8]
+    later = [
+        [outside(n, 7, exchanges=50), outside(n, 9, exchanges=50), outside(n, 9, exchanges=50)]
+        for n in range(9, 18)
+    ]
+    assert [bool(standstill.find(beats, str)) for beats in later] == [False] * 4 + [True] + [
+        False
+    ] * 4
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda n: outside(n, 7),  # all in one exchange: it takes its time
+        lambda n: outside(n, 9, busy=0.1),  # works
+        lambda n: outside(n, 9, exchanges=40 + n),  # moves
+        lambda n: outside(n, n),  # moves
+        lambda n: outside(0, 9),  # an old report
+        lambda n: replace(outside(n, 9), waits=ENGINE),  # in an exchange that the engine compares
+    ],
+)
+def test_no_standstill(other):
+    standstill = Standstill(4)
+    assert not any(standstill.find([outside(n, 7), other(n)], str) for n in range(20))
 
 
 def test_the_rank_that_works_while_others_wait_is_slow_and_named_once():
