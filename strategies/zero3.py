@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import default_pg_timeout
@@ -29,7 +30,7 @@ from .adapters.option_names import refuse_others
 from .checkpoints import CheckpointOptions, CheckpointStrategy
 from .collectives import make_collectives, make_hybrid_collectives
 from .data import DataHooks, DataOptions
-from .engine import UnitPolicy, Zero3Engine, gathered
+from .engine import OffloadKind, UnitPolicy, Zero3Engine, gathered, parse_offload
 from .engine.memory_ledger import by_category, by_unit
 from .evaluation.strategy import EvaluationStrategy
 from .evaluation.torchmetrics import prepare_metrics
@@ -119,6 +120,11 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             step.
         watch: time limits of the thread that finds ranks which died, hang or are slow; None or
             False for no such thread.
+        offload: keep model state in host memory, with every number unchanged. "optimizer": master
+            values, gradients and optimizer state, of which the device has the shards that layers
+            compute with; "parameters": these, too; or how many bytes of model state may stay on
+            the device ("20GiB"), the rest is as "parameters". Adam, AdamW, SGD and Adagrad step on
+            the host while the training goes on, by torch's fused kernels.
 
     A dict stands for the class of `data`, `checkpoint` and `watch` that it has the options of.
 
@@ -153,6 +159,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         start_timeout: timedelta | float = timedelta(minutes=10),
         stop_on_nonfinite: bool = False,
         watch: WatchOptions | bool | None = True,
+        offload: OffloadKind | str | int | None = None,
         **others: Never,
     ) -> None:
         refuse_others(others)
@@ -177,7 +184,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self._reduce_once = reduce_once
         self._data = DataHooks(_as_options("data", data, DataOptions))
         self._checkpoints = _as_options("checkpoint", checkpoint, CheckpointOptions)
-        self._debug = debug
+        self._debug, self._offload = debug, parse_offload(offload)
         self._stop_on_nonfinite = stop_on_nonfinite
         self._finite_check: FiniteCheck | None = None
         self._second_run: SecondRun | None = None  # None if a micro-batch cannot be run again
@@ -265,12 +272,14 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         ]
         group = dist.group.WORLD if _distributed_is_initialized() else None
         if self._shard_size is None:
-            self._communicator = make_collectives(group, self.root_device)
+            self._communicator = make_collectives(group, self.root_device, self._offload is None)
         else:
             self._communicator = make_hybrid_collectives(self._shard_size, self.root_device)
         self.connect_watch()
         self._groups = ParamGroups(self.optimizers, self._build_engine, self.root_device)
         self.engine = self._build_engine()
+        if self.engine.host is not None:
+            rank_zero_info(self.engine.host.describe())
         if any(states):  # made of each rank's own initial values, perhaps
             states = broadcast_created_state(self.engine, states)
         self._groups.start(self.engine, states)
@@ -297,6 +306,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             reduce_dtype=self._reduce_dtype,
             reduce_once=self._reduce_once,
             loaded=self.pending_keys(),
+            offload=self._offload,
         )
 
     @override

@@ -124,7 +124,8 @@ class ModelExport(Callback):
             CheckpointError: on all ranks, if ``check`` is set and the model cannot be exported.
         """
         self._file(trainer, "")  # its error, and this one, are for all ranks
-        if self.every == "best" and not (_best(trainer) or trainer.fast_dev_run):
+        is_short = bool(getattr(trainer, "fast_dev_run", False))
+        if self.every == "best" and not (_best(trainer) or is_short):
             raise ValueError(
                 "ModelExport(every='best') exports what a ModelCheckpoint has kept, and there is"
                 " none.\nAdd one, or choose every='end'."

@@ -128,8 +128,7 @@ class Gradients:
         self._parameters = dict(module.named_parameters()) if engine is None else {}
         found = {name: parameter.grad for name, parameter in self._parameters.items()}
         if engine is not None:
-            parts = engine.gradients.shards(self._entries)
-            found = {e.name: part for e, part in zip(self._entries, parts, strict=True)}
+            found = {e.name: engine.gradients.part(e) for e in self._entries}
         self.values = {
             f"the gradient of {name}": grad.detach().clone()
             for name, grad in found.items()

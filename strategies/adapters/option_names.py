@@ -23,8 +23,11 @@ _INSTEAD = {
     ' `checkpoint=CheckpointOptions(kind="sharded")`, or leave it out for one file.',
     "load_full_weights exclude_frozen_parameters": "Any checkpoint is loaded;"
     " `checkpoint=CheckpointOptions(exclude_frozen=True)` saves what is trained alone.",
-    "cpu_offload offload_policy offload_optimizer offload_parameters offload_params_device"
-    " offload_optimizer_device nvme_path remote_device": "Offload is not offered: use more ranks.",
+    "cpu_offload offload_policy offload_parameters offload_params_device": "Write"
+    ' `offload="parameters"`.',
+    "offload_optimizer offload_optimizer_device": 'Write `offload="optimizer"`.',
+    "nvme_path remote_device": "Offload to NVMe is not offered; to host memory it is:"
+    ' `offload="parameters"`.',
     "tensor_parallel_size": "Tensor parallelism is not offered.",
     "config": "DeepSpeed's configuration has no file here: its options are the Trainer's"
     " (`accumulate_grad_batches`, `gradient_clip_val`, `precision`) and those of this class.",

@@ -89,7 +89,9 @@ class LocalCollectives:
     global_rank = 0
     replicas = 1
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool = True) -> None:
+        if not alone:  # shards live elsewhere than what is unsharded
+            self.alone = False
         self.exchange_log = ExchangeLog()
 
     @property

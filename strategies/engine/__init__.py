@@ -16,6 +16,8 @@ arena
     the memory of all units' own buffers, where units that are not used one after the other overlap
 unshard, reshard
     fill the buffer from all ranks' shards; give it up to another unit
+offload
+    keep shards in host memory, from which they are copied as units are unsharded
 reduce
     sum a unit's gradients over ranks into the shards' (reduce-scatter, mean)
 sharded
@@ -25,8 +27,8 @@ Read layout, partition, chunk and unit for what there is; engine, hooks, saved_t
 reduction, gradients and stepping for what happens in a step; sharded and access for what is read
 and written outside of a unit's use. The others can wait: build (set-up), buffers, agreement (what
 the ranks compare), uneven (steps that some ranks do not run), debug, graph_replay (what a captured
-graph does to units), memory_ledger, and the small ones: forward_order, isolation,
-torch_functions, streams, module_tree.
+graph does to units), offload and host_steps (shards in host memory), memory_ledger, and the small
+ones: forward_order, isolation, torch_functions, streams, module_tree.
 """
 
 from .access import gathered
@@ -34,6 +36,8 @@ from .agreement import compare_notes
 from .chunk import Chunk, Entry
 from .engine import Zero3Engine
 from .graph_replay import ReplayedStep, unit_around
+from .host_steps import FUSED, HostShards
+from .offload import Offload, OffloadKind, Worker, parse_offload
 from .partition import UnitPolicy, find_units
 from .sharded import ResidencyError, ShardedParameter, is_sharded, owner_or_none
 from .stepping import SCALARS, Engine, OptimizerStep, StandIns, State
@@ -41,10 +45,14 @@ from .torch_functions import instances
 from .unit import Unit, is_in_buffer
 
 __all__ = [
+    "FUSED",
     "SCALARS",
     "Chunk",
     "Engine",
     "Entry",
+    "HostShards",
+    "Offload",
+    "OffloadKind",
     "OptimizerStep",
     "ReplayedStep",
     "ResidencyError",
@@ -53,6 +61,7 @@ __all__ = [
     "State",
     "Unit",
     "UnitPolicy",
+    "Worker",
     "Zero3Engine",
     "compare_notes",
     "find_units",
@@ -61,5 +70,6 @@ __all__ = [
     "is_in_buffer",
     "is_sharded",
     "owner_or_none",
+    "parse_offload",
     "unit_around",
 ]

@@ -61,7 +61,7 @@ class Access:
             for entry in unit.entries:
                 self._entries[entry.value] = entry
                 entry.value.owner = weakref.ref(self)
-                absent = absent_like(entry.value.meta, entry.dtype, entry.chunk.values.device)
+                absent = absent_like(entry.value.meta, entry.dtype, entry.chunk.device)
                 self._absent[entry] = absent
                 adopt(entry.parameter, entry.value)
                 with torch._C.DisableTorchFunctionSubclass():
@@ -105,7 +105,7 @@ class Access:
         self.collectives.exchange_log.record_write(
             entry.name,
             "written" if self._passes.in_step else "stored",
-            tensor.to(entry.chunk.values.device, entry.dtype),
+            tensor.to(entry.chunk.device, entry.dtype),
         )
         with torch.no_grad():
             entry.part_of(entry.chunk.values).copy_(entry.cut(tensor))

@@ -18,6 +18,7 @@ from .chunk import Chunk, Entry
 from .debug import CheckedUnit
 from .initial_values import Initializer
 from .layout import ChunkLayout
+from .offload import HostChunk, Offload
 from .partition import UnitModules
 from .sharded import Value, about, forget, is_sharded, read
 from .unit import Unit, WholeUnit
@@ -52,9 +53,11 @@ def build_units(
     wire_dtype: SlotDtype,
     collectives: LocalCollectives,
     debug: bool,
+    offload: Offload | None = None,
 ) -> list[Unit]:
     """Lay every unit out; nothing is allocated yet."""
     units = []
+    budget = 0 if offload is None else offload.budget
     for index, part in enumerate(parts):
         buckets: dict[tuple[bool, torch.dtype, torch.dtype, torch.dtype], list[Entry]] = {}
         for name, p in part.parameters.items():
@@ -75,6 +78,10 @@ def build_units(
             _chunk(bucket, dtypes, collectives.world_size)
             for (_, *dtypes), bucket in buckets.items()
         ]
+        if offload is not None:
+            budget -= sum(map(offload.cost, chunks))
+            if budget < 0:
+                chunks = [offload.place(chunk, part.name) for chunk in chunks]
         kind = WholeUnit if collectives.alone else CheckedUnit if debug else Unit
         units.append(kind(index, part, chunks))
     end = 0
@@ -230,7 +237,8 @@ def fill_shards(
                     view.copy_(initial[entry.name])
                 collectives.broadcast(buffer)
             shard = chunk.shard_of(buffer, collectives.rank)
-            chunk.own(shard if collectives.alone else shard.clone(), collectives.rank)
+            is_lasting = collectives.alone or isinstance(chunk, HostChunk)
+            chunk.own(shard if is_lasting else shard.clone(), collectives.rank)
             for entry in chunk.entries:
                 forget(entry.parameter)
                 entry.parameter.__class__ = entry.value.cls

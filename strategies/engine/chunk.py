@@ -69,6 +69,7 @@ class Chunk:
     """See the module's docstring."""
 
     values: Tensor  # [shard], the master values; padding is zero
+    device: torch.device  # that computes with them
     numbers: slice  # of its parameters, among all that are trained
     gradients: Tensor | None = None  # [shard], reduced; None: nobody needs the memory now
     has_sums = False  # `gradients` are to be added to: zero where a parameter has none
@@ -93,10 +94,25 @@ class Chunk:
 
     def own(self, values: Tensor, rank: int) -> None:
         """Keep ``values`` [shard], this rank's, and find its part of each parameter there."""
-        self.values = values
+        self.device, self.values = values.device, values
+        self._find_parts(values, rank)
+
+    def _find_parts(self, values: Tensor, rank: int) -> None:
         for index, entry in enumerate(self.entries):
             entry.chunk, entry.span = self, self.layout.span(index, rank)
             entry.shard = nn.Parameter(entry.part_of(values), requires_grad=self.trained)
+
+    def shards(self) -> list[Tensor]:
+        """What it keeps of values."""
+        return [self.values]
+
+    def begin_write(self) -> None:
+        """Its values, or parts of it, are going to be written to."""
+
+    @property
+    def source(self) -> Tensor:
+        """[shard] What unshards send of it."""
+        return self.values
 
     def room_for_gradients(self) -> Tensor:
         """The memory of :attr:`gradients`, which hold nothing unless they :attr:`has_sums`."""

@@ -34,6 +34,7 @@ from .initial_values import Initializer
 from .isolation import apart
 from .layout import ArenaLayout
 from .module_tree import Structure
+from .offload import Host, HostChunk, Offload, Worker
 from .partition import UnitPolicy, find_units
 from .reduction import Reducer
 from .saved_tensors import SavedTensors, hooks_refused
@@ -95,16 +96,23 @@ class Zero3Engine:
         reduce_once: bool = False,
         debug: bool = False,
         loaded: Container[str] = (),
+        offload: Offload | None = None,
+        streams: Callable[[torch.device], Stream] = Stream,
+        worker: Callable[[], Worker] = Worker,
     ) -> None:
         self.device, self.collectives = device, collectives
         trained = trained_parameters(model, optimizers)
         parts = find_units(model, unit_policy)
-        self.units = build_units(parts, trained, slot_dtype, wire_dtype, collectives, debug)
+        self.units = build_units(
+            parts, trained, slot_dtype, wire_dtype, collectives, debug, offload
+        )
+        hosted = [c for unit in self.units for c in unit.chunks if isinstance(c, HostChunk)]
         # by the `id` of the parameter
         self.entries = {id(e.parameter): e for unit in self.units for e in unit.entries}
         self.trained_ids = trained
         check_memory(model)
         check_same_structure(self.units, model, optimizers, collectives)
+        self.host = Host(offload, hosted, device, worker()) if offload and hosted else None
         initializer = Initializer(model, loaded)
         initializer.fill_buffers(model)
         earlier = owners_of(model.parameters())
@@ -114,7 +122,9 @@ class Zero3Engine:
         for owner in earlier:
             owner.retire()  # this engine has taken the parameters over
         self.buffers = Buffers(model, collectives, device)
-        self._connect(reduce_once, reduce_dtype)
+        self._connect(reduce_once, reduce_dtype, streams(device), streams(device))
+        for chunk in hosted:
+            chunk.streams = self._streams
         self._forward = ForwardOrder(foresees=not debug)
         hooks = self._enter_forward, self._leave_forward, self.passes.collector
         dropped: list[str] = []
@@ -125,13 +135,15 @@ class Zero3Engine:
 
     # ------------------------------------------------------------------------------ set-up, the end
 
-    def _connect(self, reduce_once: bool, reduce_dtype: torch.dtype | None) -> None:
+    def _connect(
+        self, reduce_once: bool, reduce_dtype: torch.dtype | None, gather: Stream, reduce: Stream
+    ) -> None:
         sizes = [0 if self.collectives.alone else u.nbytes for u in self.units]
         layout = ArenaLayout.build(sizes, [u.nested for u in self.units])
         # Allocated here and never again: the first forward may run under inference_mode, and CUDA
         # graphs need addresses.
         self.arena = Arena(self.collectives.allocate(layout.nbytes, self.device))
-        gather, reduce = Stream(self.device), Stream(self.device)
+        self._streams = gather, reduce
         for unit, region in zip(self.units, layout.regions, strict=True):
             unit.connect(self.collectives, gather, self.arena, region)
         self.reducer = Reducer(

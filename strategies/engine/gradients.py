@@ -219,7 +219,7 @@ class Gradients:
         if grad.layout != torch.strided:
             grad = grad.to_dense()  # before ranks part that own nothing of it
         grad = grad.detach().as_subclass(Tensor)
-        self._exchange_log.record_write(entry.name, "assigned", grad.to(entry.chunk.values.device))
+        self._exchange_log.record_write(entry.name, "assigned", grad.to(entry.chunk.device))
         if entry.name in self._full:
             self._full[entry.name].copy_(grad)
         self.room_for(entry).copy_(entry.cut(grad))

@@ -15,18 +15,27 @@ def by_category(
     engine: Zero3Engine, optimizers: Sequence[Optimizer], module: nn.Module
 ) -> dict[str, int]:
     """Parameters, gradients, optimizer_state, slots (with the buffers of reductions) and
-    buffers.
+    buffers; with offload what is in host memory, apart.
     """
     chunks = [chunk for unit in engine.units for chunk in unit.chunks]
+    values = [tensor for chunk in chunks for tensor in chunk.shards()]
+    gradients = [chunk.gradients for chunk in chunks if chunk.gradients is not None]
+    states = [state for o in optimizers for state in engine.states(o).values()]
+    kept = [t for state in states for t in state.values() if isinstance(t, Tensor)]
+
+    def on_device(tensors: Sequence[Tensor]) -> int:
+        # an optimizer's counter of steps may be on the host, too, and is no memory to speak of
+        return sum(t.nbytes for t in tensors if t.device == engine.device or not t.dim())
+
+    everything = [*values, *gradients, *kept]
     return {
-        "parameters": sum(chunk.values.nbytes for chunk in chunks),
-        "gradients": sum(c.gradients.nbytes for c in chunks if c.gradients is not None),
+        "parameters": on_device(values),
+        "gradients": on_device(gradients),
         "slots": engine.arena.memory.nbytes
         + engine.reducer.buffer.nbytes
         + engine.collectives.nbytes,
-        "optimizer_state": sum(
-            _nbytes(state) for o in optimizers for state in engine.states(o).values()
-        ),
+        "optimizer_state": on_device(kept),
+        "host": sum(tensor.nbytes for tensor in everything) - on_device(everything),
         "buffers": sum(
             t.nbytes
             for b in module.buffers()

@@ -13,6 +13,7 @@ price of a full-size fp32 gradient on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from ..collectives import LocalCollectives, Work, narrow
 from ..support import profile_range
 from .chunk import Chunk
 from .layout import ArenaLayout, overlap
+from .offload import Arrival, HostChunk
 from .streams import Stream
 from .unit import Exchange, Unit
 
@@ -53,6 +55,8 @@ class _Range:
             self.views += chunk.views(part)
             self.gaps += [part[a:b] for a, b in chunk.layout.gaps()]
         self.pending: list[Work] = []  # in flight
+        self.arrivals: dict[Chunk, Arrival] = {}  # of chunks in host memory
+        self.hosted = [(c, part.dtype) for c, part in self.chunks if isinstance(c, HostChunk)]
         self.dropped = False  # what is in flight is not wanted any more
         self.reduce_range = profile_range("reduce", unit.name)
         self.wait_range = profile_range("wait for sums", unit.name)
@@ -91,7 +95,11 @@ class Reducer:
         wire_dtype: torch.dtype | None,
     ) -> None:
         self._collectives, self._stream, self._wire_dtype = collectives, stream, wire_dtype
-        self.once, self.lasting = once, device.type != "cpu"
+        self._scale = 1.0 / (collectives.world_size * collectives.replicas)
+        self.once = once
+        self.lasting = device.type != "cpu" or any(
+            isinstance(chunk, HostChunk) for unit in units for chunk in unit.chunks
+        )
         trained = [u for u in units if u.trained]
         # 2: a unit's reduction overlaps the next unit's backward
         ends = 2 if stream.on_device else 1
@@ -147,15 +155,22 @@ class Reducer:
         for gap in place.gaps:
             gap.zero_()
         with place.reduce_range:
+            targets = []
+            for chunk, dtype in place.hosted:
+                arrival = place.arrivals[chunk] = chunk.begin_arrival(dtype, self._scale)
+                targets.append(arrival.target)
             if self._stream.on_device:
-                with self._stream.fork():
-                    self._send(place)
-                    self._accumulate(place)
-                    self._mark = self._stream.mark()
+                self._mark = self._stream.run(partial(self._send_and_add, place), host=targets)
+                for chunk, _ in place.hosted:
+                    place.arrivals[chunk].end(self._mark)
             else:
                 self._send(place)
         self.claimed[unit.index], self._flying = 0, place
         self._open.remove(place)
+
+    def _send_and_add(self, place: _Range) -> None:
+        self._send(place)
+        self._accumulate(place)
 
     def _send(self, place: _Range) -> None:
         label = place.unit.labels[Exchange.REDUCE]
@@ -181,12 +196,17 @@ class Reducer:
                 self._stream.join(self._mark)
 
     def _accumulate(self, place: _Range) -> None:
-        scale = 1.0 / (self._collectives.world_size * self._collectives.replicas)
+        scale = self._scale
         pending, place.pending = place.pending, []
         dropped, place.dropped = place.dropped, False
         for (chunk, _), work in zip(place.chunks, pending, strict=False):
             total = work.wait()  # [shard]
             if dropped:
+                continue
+            if isinstance(chunk, HostChunk):
+                place.arrivals[chunk].copy(total)
+                if not self._stream.on_device:
+                    place.arrivals[chunk].end(None)
                 continue
             if (target := chunk.gradients) is None:
                 # `Chunk.room_for_gradients`, without a call

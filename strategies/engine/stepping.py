@@ -62,6 +62,8 @@ class StandIns:
 
     # whether the optimizer needs them before its closure has made gradients, too
     needed_before_closure = False
+    # whether they are stepped on when the optimizer's step is over, which has nothing to step on
+    steps_later = False
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -74,6 +76,7 @@ class StandIns:
         """Give the stand-ins their values and gradients; collective."""
         for entries in groups:
             for entry in entries:
+                entry.chunk.begin_write()
                 entry.shard.grad = self.engine.gradients.part(entry)
 
     def store(self, groups: Sequence[Sequence[Entry]]) -> None:
@@ -87,6 +90,9 @@ class StandIns:
                 if entry.shard.grad is None and gradients.has_gradient(entry):
                     gradients.clear(entry)
                 entry.shard.grad = None
+
+    def finish(self) -> None:
+        """Wait until all steps are done."""
 
     def drop(self) -> None:
         """A step has failed: nothing of it is kept but what is written to the shards."""
@@ -240,8 +246,7 @@ class OptimizerStep:
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
         self.engine, self.optimizer = engine, optimizer
         self.stand_ins = StandIns(engine)
-        # By stand-in. The optimizer's own dict, which others may share that it wraps.
-        self.state: dict[Any, State] = optimizer.state
+        self._state: dict[Any, State] = optimizer.state
         self._parameters: list[list[nn.Parameter]] = []  # of each group, while others are there
         self._groups: list[list[Entry]] = []  # the same
         self._nested = 0  # calls of `super().step()` within `step()`, which have hooks too
@@ -300,6 +305,16 @@ class OptimizerStep:
         shared.update(self.state_of_parameters.given)
         self.optimizer.state = shared  # type: ignore[assignment]
 
+    @property
+    def state(self) -> dict[Any, State]:
+        """The optimizer's, by stand-in: its own dict, which others may share that it wraps."""
+        self.stand_ins.finish()
+        return self._state
+
+    @state.setter
+    def state(self, state: dict[Any, State]) -> None:
+        self._state = state
+
     def entry_of(self, key: Any) -> Entry | None:
         """The parameter ``key``, if it is sharded for an optimizer."""
         entry = self.engine.entries.get(id(key)) if isinstance(key, Tensor) else None
@@ -353,6 +368,8 @@ class OptimizerStep:
         if not self._parameters:
             self.stand_ins.load(groups)
             self._swap(groups, self.stand_ins)
+            for group in self.optimizer.param_groups if self.stand_ins.steps_later else ():
+                group["params"].clear()
 
     def _swap(self, groups: list[list[Entry]], stand_ins: StandIns) -> None:
         self.take_state()

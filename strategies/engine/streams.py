@@ -16,8 +16,10 @@ which would cost Python calls for every unit.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +52,22 @@ class Stream:
         # about to be sent.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return torch.cuda.stream(self._stream)
+
+    def run(
+        self, work: Callable[[], None], device: Sequence[Tensor] = (), host: Sequence[Tensor] = ()
+    ) -> Any:
+        """Do ``work`` as in :meth:`fork`; return its end.
+
+        It writes to ``device``, which is there for who joins, and to ``host``, for who waits.
+        """
+        with self.fork():
+            work()
+            return self.mark()
+
+    def wait(self, mark: Any) -> None:
+        """The host waits for ``mark``."""
+        if mark is not None:
+            mark.synchronize()
 
     def mark(self) -> torch.cuda.Event:
         """A point in the stream for :meth:`join`, taken inside :meth:`fork`."""

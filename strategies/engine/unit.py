@@ -16,6 +16,7 @@ from ..support import profile_range
 from .chunk import Chunk, Entry
 from .isolation import apart
 from .layout import overlap
+from .offload import HostChunk
 from .partition import UnitModules
 from .sharded import ResidencyError, ShardedParameter, absent_like, set_data
 from .streams import Stream
@@ -103,7 +104,7 @@ class Buffer:
             self.sent.append(sent.view(torch.uint8))
             # `.data` counts its own versions: what autograd has saved is not changed by the same
             # values that are unsharded again
-            self.fills.append((shard.data, chunk.values))
+            self.fills.append((shard.data, chunk.source))
             self.views += zip(chunk.entries, chunk.views(slot), strict=True)
             offset += chunk.nbytes
 
@@ -152,6 +153,7 @@ class Unit:
     ) -> None:
         """Take the buffer at the start of ``region``, and leave the parameters without memory."""
         self._collectives, self._stream, self.arena = collectives, stream, arena
+        self.hosted = [chunk for chunk in self.chunks if isinstance(chunk, HostChunk)]
         self.region = region
         memory = arena.memory[region.start : region.start + self.nbytes]
         self._home = self.buffer = Buffer(self, memory, collectives.rank)
@@ -256,16 +258,20 @@ class Unit:
             self.announce(self, Exchange.UNSHARD)
         # No torch.func transform is to see it.
         with apart() if _modes() or _inference() else torch._C._DisableFuncTorch():
+            for chunk in self.hosted:
+                chunk.begin_load()
             if self._stream.on_device:
-                with self._stream.fork():
-                    self._send()
-                    self._filled = self._stream.mark()
+                self._filled = self._stream.run(self._send, [self.buffer.memory])
             else:
                 self._send()
+            for chunk in self.hosted:
+                chunk.end_load(self._filled)
 
     def _send(self) -> None:
+        for chunk in self.hosted:
+            chunk.load()
         for target, source in self.buffer.fills:
-            target.copy_(source)
+            target.copy_(source, non_blocking=True)
         for sent in self.buffer.sent:
             self._pending.append(self._collectives.all_gather(sent, self.labels[Exchange.UNSHARD]))
         if self._narrow and self._stream.on_device:
@@ -282,15 +288,15 @@ class Unit:
     def wait(self) -> None:
         """Wait until the buffer is filled."""
         if self.phase is Phase.UNSHARDING:
+            if self._stream.on_device:
+                # hazard: computing with weights that are still arriving
+                self._stream.join(self._filled)
             # As in `_start`: on the CPU it is now that shards are copied.
             with apart() if _modes() or _inference() else torch._C._DisableFuncTorch():
                 if self._narrow and self._pending:
                     self._widen()
                 for pending in self._pending:
                     pending.wait()
-            if self._stream.on_device:
-                # hazard: computing with weights that are still arriving
-                self._stream.join(self._filled)
             self._pending = []
             self.phase = Phase.UNSHARDED
 
@@ -433,7 +439,11 @@ class Unit:
         for chunk in self.chunks:
             with apart():
                 source = shard_of(chunk)
-                buffer = (chunk.values if source is None else source).new_empty(chunk.layout.numel)
+                buffer = torch.empty(
+                    chunk.layout.numel,
+                    dtype=chunk.master_dtype if source is None else source.dtype,
+                    device=chunk.device,
+                )
                 mine = chunk.shard_of(buffer, self._collectives.rank)
                 mine.zero_() if source is None else mine.copy_(source)
                 self._collectives.all_gather(buffer.view(torch.uint8), self.labels[what]).wait()
@@ -462,7 +472,8 @@ class Unit:
         spans = [layout.span(index, rank) for rank in range(layout.world_size)]
         numels = [0 if span is None else span.stop - span.start for span in spans]
         with apart():
-            buffer = part.new_zeros(layout.world_size, max(numels))
+            shape = layout.world_size, max(numels)
+            buffer = torch.zeros(shape, dtype=part.dtype, device=entry.chunk.device)
             buffer[self._collectives.rank, : part.numel()] = part
             everyone = buffer.flatten().view(torch.uint8)
             self._collectives.all_gather(everyone, self.labels[Exchange.VALUES]).wait()

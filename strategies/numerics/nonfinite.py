@@ -162,7 +162,12 @@ class FiniteCheck:
                 self._extremes[tensor.dtype] = extremes
             turn = self._turns.setdefault((stage, unit), len(self._turns))
             with torch.no_grad():
-                torch.aminmax(tensor, out=extremes.cell(stage, turn, unit))
+                if tensor.device == self.engine.device:
+                    torch.aminmax(tensor, out=extremes.cell(stage, turn, unit))
+                else:  # in host memory
+                    cells = extremes.cell(stage, turn, unit)
+                    for cell, value in zip(cells, torch.aminmax(tensor), strict=True):
+                        cell.copy_(value)
 
     def record_loss(self, loss: Tensor) -> None:
         """Record the ``loss`` [] of a micro-batch, before it is scaled."""

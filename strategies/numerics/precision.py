@@ -76,8 +76,9 @@ class _ShardedClipping(Precision):
         """
         norm = global_norm(self._gradients, self._sum_over_ranks)
         factor = torch.clamp(clip_val / (norm + 1e-6), max=1.0)
-        if self._gradients:
-            torch._foreach_mul_(self._gradients, factor.to(self._gradients[0].device))
+        for device in {grad.device for grad in self._gradients}:  # offload has two
+            its = [grad for grad in self._gradients if grad.device == device]
+            torch._foreach_mul_(its, factor.to(device))
 
 
 class Zero3Precision(_ShardedClipping, Precision):
@@ -227,17 +228,16 @@ def global_norm(grads: list[Tensor], sum_over_ranks: SumOverRanks) -> Tensor:
     One fp32 sum over a large shard would lose digits. On the CPU, where a sum in float64 makes a
     copy, norms of runs of 64 Ki elements are combined in float64.
     """
-    if grads and grads[0].device.type != "cpu":
-        grads = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
-        norms = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads])
-        return sum_over_ranks(norms.square().sum()).sqrt()
-    runs = [run for grad in grads for run in grad.split(1 << 16)]
-    norms = (
-        torch.stack(torch._foreach_norm(runs)).double()
-        if runs
-        else torch.zeros(1, dtype=torch.float64)
-    )
-    return sum_over_ranks(norms.square().sum()).sqrt()
+    there = [grad for grad in grads if grad.device.type != "cpu"]
+    there = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in there]
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in there]
+    runs = [run for grad in grads if grad.device.type == "cpu" for run in grad.split(1 << 16)]
+    if runs:
+        # one copy to the device for all that is in host memory
+        device = there[0].device if there else "cpu"
+        norms += torch.stack(torch._foreach_norm(runs)).double().to(device).unbind()
+    total = torch.stack(norms or [torch.zeros((), dtype=torch.float64)]).square().sum()
+    return sum_over_ranks(total).sqrt()
 
 
 def convert(plugin: Precision, sum_over_ranks: SumOverRanks, shards_of: ShardsOf) -> Precision:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..engine import OptimizerStep, StandIns, State, Zero3Engine, compare_notes
+from ..engine import FUSED, HostShards, OptimizerStep, StandIns, State, Zero3Engine, compare_notes
 from .classify import Stepping, find_stepping
 from .guards import list_settings, require_no_tensor_lists
 from .lbfgs import LongVector
@@ -66,8 +66,14 @@ class ParamGroups:
     def _stand_ins(self, engine: Zero3Engine, index: int) -> StandIns:
         optimizer = self._optimizers[index]
         if self._steppings[index] is Stepping.ELEMENTS:
+            if engine.host is not None and type(optimizer) in FUSED:
+                return HostShards(engine, engine.steps[optimizer])
             return StandIns(engine)
         if self._steppings[index] is Stepping.MODEL:
+            if engine.host is not None:
+                raise ValueError(
+                    "LBFGS steps on one long vector on the device: it works without `offload`."
+                )
             return LongVector(engine, optimizer)
         return WholeParameters(engine, optimizer)
 

@@ -41,7 +41,7 @@ class WholeParameters(StandIns):
             {entry.name: entry.size.numel() for entry in entries}, engine.collectives.world_size
         )
         self.owned = {
-            entry.name: nn.Parameter(torch.empty(0, dtype=entry.dtype, device=engine.device))
+            entry.name: nn.Parameter(torch.empty(0, dtype=entry.dtype, device=entry.shard.device))
             for entry in entries
             if self._owners[entry.name] == engine.collectives.rank
         }
@@ -58,9 +58,10 @@ class WholeParameters(StandIns):
                 if (p := self.owned.get(entry.name)) is not None:
                     # attributes of the user's own, which the optimizer may look for
                     vars(p).update(vars(entry.parameter))
-                    p.data = values[entry.name].clone()
+                    p.data = values[entry.name].to(p.device, copy=True)
                     has_gradient = self.engine.gradients.has_gradient(entry)
-                    p.grad = grads[entry.name].clone() if has_gradient else None
+                    grad = grads[entry.name]
+                    p.grad = grad.to(p.device, copy=True) if has_gradient else None
                     self._gradients[entry.name] = p.grad
 
     def store(self, groups: Sequence[Sequence[Entry]]) -> None:
@@ -73,7 +74,9 @@ class WholeParameters(StandIns):
         is_first_replica = collectives.global_rank < collectives.world_size
         for unit in self._own_units():
             for chunk in (chunk for chunk in unit.chunks if chunk.trained):
-                buffer = chunk.values.new_zeros(chunk.layout.numel)
+                buffer = torch.zeros(
+                    chunk.layout.numel, dtype=chunk.master_dtype, device=chunk.device
+                )
                 for entry, view in zip(chunk.entries, chunk.views(buffer), strict=True):
                     if entry.name in self.owned and is_first_replica:
                         view.copy_(self.owned[entry.name])

@@ -33,6 +33,7 @@ LONG = [
     "graphs/test_ranks.py::test_two_ranks_of_zero3*",
     "graphs/test_ranks.py::test_what_one_rank_cannot_capture*",
     "callbacks/test_memory_cost.py*",
+    "offload/test_example.py*",
     "ranks/test_inductor.py*",
     "ranks/test_random_gradient_programs.py*",
     "trainer/test_console.py*",

@@ -1,0 +1,345 @@
+"""Shards that live in host memory, of which a device has what it computes with.
+
+::
+
+    unshard stream   H2D(u0) gather(u0)  H2D(u1) gather(u1)          what is sent, of the values
+    reduce stream                 scatter(u1) D2H(u1)  scatter(u0) D2H(u0)     the gradients
+    host worker                              add(u1)          add(u0)  step(u0) step(u1) ...
+
+The host adds up gradients and steps, unit by unit in the order of the next forward, while the
+device goes on; whoever looks at values, gradients or optimizer state waits for what it looks at.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from .chunk import Chunk
+from .layout import REGION_BYTES, round_up
+from .streams import Stream
+
+OffloadKind = Literal["optimizer", "parameters"]
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What lives in host memory.
+
+    Args:
+        kind: "optimizer" keeps master values, gradients and optimizer state there, and on the
+            device a shard of what is sent; "parameters" keeps that there, too.
+        budget: bytes of model state that may stay on the device, of the units that come first in a
+            forward; a parameter is counted as with Adam.
+    """
+
+    kind: OffloadKind
+    budget: int = 0
+
+    @staticmethod
+    def cost(chunk: Chunk) -> int:
+        """Bytes of model state on the device if ``chunk`` stays there."""
+        return chunk.layout.shard_numel * chunk.master_dtype.itemsize * (4 if chunk.trained else 1)
+
+    def place(self, chunk: Chunk, unit: str) -> Chunk:
+        """``chunk`` of ``unit``, in host memory if it belongs there."""
+        if self.kind == "optimizer" and not chunk.trained:
+            return chunk
+        dtypes = chunk.dtype, chunk.wire_dtype, chunk.master_dtype
+        placed = HostChunk(chunk.entries, chunk.layout, *dtypes)
+        placed.unit = unit
+        return placed
+
+
+def parse_offload(value: str | int | None) -> Offload | None:
+    """What an option says: a kind, or how much may stay on the device ("20GiB", or bytes).
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if value is None or value in get_args(OffloadKind):
+        return None if value is None else Offload(value)  # type: ignore[arg-type]
+    units = {"": 1, "B": 1, "MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", str(value))
+    if found is None or found[2] not in units or isinstance(value, bool):
+        raise ValueError(
+            f"offload={value!r} is none of None, 'optimizer', 'parameters' and a size of device"
+            " memory for model state ('20GiB')."
+        )
+    return Offload("parameters", int(float(found[1]) * units[found[2]]))
+
+
+class Worker:
+    """A thread of the host, which does one thing after another."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "zero3-host-worker")
+
+    def run(self, work: Callable[[], None]) -> Future[None]:
+        """Do ``work`` when all that was given before is done; `result()` waits for it, and raises
+        what it has raised.
+        """
+        return self._thread.submit(work)
+
+
+class HostMemory:
+    """Memory of the host, registered with CUDA in one piece: pages that are copied from and to
+    without the host's help.
+
+    `pin_memory` would round each tensor up to a power of two.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._slab, self._taken = torch.empty(nbytes, dtype=torch.uint8, device="cpu"), 0
+        if device.type == "cuda" and nbytes:
+            runtime, start = torch.cuda.cudart(), self._slab.data_ptr()
+            code = int(runtime.cudaHostRegister(start, nbytes, 0))
+            if code != 0:
+                raise RuntimeError(
+                    f"CUDA cannot register {nbytes / 2**30:.1f} GiB of host memory for offload"
+                    f" (error {code}). Raise the limit of locked memory (`ulimit -l`), or offload"
+                    " less."
+                )
+            weakref.finalize(self._slab, runtime.cudaHostUnregister, start)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel] of it."""
+        start = self._taken
+        stop = start + numel * dtype.itemsize
+        self._taken = round_up(stop, REGION_BYTES)
+        return self._slab[start:stop].view(dtype)
+
+
+class Host:
+    """The host's side of an engine: its memory, and its worker.
+
+    Args:
+        chunks: all that live there.
+        device: that computes.
+        worker: does the host's work.
+    """
+
+    def __init__(
+        self, offload: Offload, chunks: Sequence[HostChunk], device: torch.device, worker: Worker
+    ) -> None:
+        self.kind, self.device, self.worker = offload.kind, device, worker
+        for chunk in chunks:
+            chunk.host = self
+        room = max((chunk.layout.shard_numel for chunk in chunks if chunk.trained), default=0) * 8
+        sizes = [nbytes for chunk in chunks for nbytes in chunk.sizes(self)] + [room] * 2
+        self.nbytes = sum(round_up(size, REGION_BYTES) for size in sizes)
+        self.memory = HostMemory(self.nbytes, device)
+        # Sums of a micro-batch on their way to those of earlier ones; one more is under way while
+        # one is added.
+        self._rooms = cycle([_Room(self.memory.take(room, torch.uint8)) for _ in range(2)])
+
+    def describe(self) -> str:
+        """One line that says what lies where."""
+        if self.device.type == "cpu":
+            return "Offload: the device is the host, and nothing is saved."
+        return (
+            f"Offload: {self.nbytes / 2**30:.2f} GiB of this rank's values and gradients are in"
+            " host memory, and optimizer state of them will be."
+        )
+
+    def take_room(self, numel: int, dtype: torch.dtype) -> tuple[_Room, Tensor]:
+        """Memory [numel] for sums on their way."""
+        room = next(self._rooms)
+        if room.ticket is not None:
+            room.ticket.result()  # hazard: sums that arrive where others have not been added yet
+        return room, room.memory[: numel * dtype.itemsize].view(dtype)
+
+
+@dataclass
+class _Room:
+    memory: Tensor  # [bytes]
+    ticket: Future[None] | None = None  # what the worker has to do with it
+
+
+class HostChunk(Chunk):
+    """A chunk that lives in host memory.
+
+    Reading :attr:`values` and :attr:`gradients` waits for the worker, and for copies from them.
+    """
+
+    host: Host
+    streams: tuple[Stream, Stream]  # of unshards, and of reductions
+    unit = ""  # its name
+    _ticket: Future[None] | None = None  # what the worker has to do
+    _read: Any = None  # the end of the last copy from its memory
+    _sent: Tensor | None = None  # [shard] what unshards send, unless that is the values
+    _is_stale = True  # `_sent` is not of the values as they are
+
+    def sizes(self, host: Host) -> list[int]:
+        """Bytes of each tensor that it has in host memory."""
+        numel = self.layout.shard_numel
+        sizes = [numel * self.master_dtype.itemsize] * (2 if self.trained else 1)
+        if host.kind == "parameters" and self.wire_dtype != self.master_dtype:
+            sizes.append(numel * self.wire_dtype.itemsize)
+        return sizes
+
+    def own(self, values: Tensor, rank: int) -> None:
+        """See :meth:`Chunk.own`."""
+        numel, take = self.layout.shard_numel, self.host.memory.take
+        self._values = take(numel, self.master_dtype)
+        self.device = values.device
+        self._values.copy_(values)
+        if self.trained:
+            self._gradients = take(numel, self.master_dtype)
+        if self.host.kind == "optimizer":
+            self._sent = torch.empty(numel, dtype=self.wire_dtype, device=self.host.device)
+        elif self.wire_dtype != self.master_dtype:
+            self._sent = take(numel, self.wire_dtype)
+        self._find_parts(self._values, rank)
+
+    def shards(self) -> list[Tensor]:
+        """See :meth:`Chunk.shards`."""
+        return [self._values] if self._sent is None else [self._values, self._sent]
+
+    # ---------------------------------------------------------------------------------- who waits
+
+    def settle(self) -> None:
+        """Wait until the worker has done what it has to do here."""
+        if (ticket := self._ticket) is not None:
+            self._ticket = None
+            ticket.result()
+
+    def _require_quiet(self) -> None:
+        if self._read is not None:
+            # hazard: writing to memory that a copy engine still reads
+            self.streams[0].wait(self._read)
+            self._read = None
+
+    def begin_write(self) -> None:
+        """See :meth:`Chunk.begin_write`."""
+        self.settle()
+        self._require_quiet()
+        self._is_stale = True
+
+    @property
+    def values(self) -> Tensor:  # type: ignore[override]
+        """[shard], the master values, which may be written to."""
+        self.begin_write()
+        return self._values
+
+    @property
+    def gradients(self) -> Tensor | None:  # type: ignore[override]
+        """[shard], reduced; they keep their memory."""
+        self.settle()
+        return self._gradients if self.trained else None
+
+    def room_for_gradients(self) -> Tensor:
+        """See :meth:`Chunk.room_for_gradients`."""
+        self.settle()
+        return self._gradients
+
+    def _run(self, work: Callable[[], None]) -> Future[None]:
+        before, self._ticket = self._ticket, None
+
+        def named() -> None:
+            if before is not None:
+                before.result()
+            try:
+                with torch.no_grad():
+                    work()
+            except Exception as error:
+                raise RuntimeError(
+                    f"Offload: the host's work on unit {self.unit} failed"
+                    f" ({type(error).__name__}: {error})."
+                ) from error
+
+        self._ticket = self.host.worker.run(named)
+        return self._ticket
+
+    # ------------------------------------------------------------------------------------- unshard
+
+    @property
+    def source(self) -> Tensor:
+        """See :attr:`Chunk.source`."""
+        return self._values if self._sent is None else self._sent
+
+    def begin_load(self) -> None:
+        """What :meth:`load` and the unshard read is there; on the host."""
+        self.settle()  # hazard: sending values of before the step
+        if self._sent is not None and self.host.kind == "parameters" and self._is_stale:
+            self._require_quiet()
+            self._round()
+
+    def load(self) -> None:
+        """In the stream of unshards: the device gets what has changed."""
+        if self.host.kind == "optimizer" and self._is_stale:
+            self._round()
+
+    def end_load(self, mark: Any) -> None:
+        """The copies end at ``mark``."""
+        self._read = mark
+
+    def _round(self) -> None:
+        assert self._sent is not None
+        self._sent.copy_(self._values, non_blocking=True)
+        self._is_stale = False
+
+    # -------------------------------------------------------------------------------------- reduce
+
+    def begin_arrival(self, dtype: torch.dtype, scale: float) -> Arrival:
+        """Sums in ``dtype`` will come; on the host."""
+        # The worker steps no more with the gradients: the unshard of this backward's forward has
+        # waited for that.
+        first, self.has_sums = not self.has_sums, True
+        if first:
+            return Arrival(self, self._gradients, scale)
+        room, target = self.host.take_room(self.layout.shard_numel, dtype)
+        return Arrival(self, target, scale, room)
+
+    def step_with(self, work: Callable[[Tensor], None]) -> Future[None]:
+        """Let the worker change the values by ``work``, which gets the gradients."""
+        read, self._read = self._read, None
+        return self._run(partial(self._step, work, read))
+
+    def _step(self, work: Callable[[Tensor], None], read: Any) -> None:
+        if read is not None:
+            self.streams[0].wait(read)  # hazard: as in `_require_quiet`
+        work(self._gradients)
+        self._is_stale = True
+
+
+@dataclass
+class Arrival:
+    """Sums of a backward on their way to a chunk."""
+
+    chunk: HostChunk
+    target: Tensor  # [shard] where they are copied to
+    scale: float  # from a sum to a mean
+    room: _Room | None = None  # whose memory it is; None: the gradients'
+
+    def copy(self, total: Tensor) -> None:
+        """In the stream of reductions: send ``total``, scaled unless that is done as it is
+        added.
+        """
+        if self.room is None:
+            total.mul_(self.scale)
+        self.target.copy_(total, non_blocking=True)
+
+    def end(self, mark: Any) -> None:
+        """They are there at ``mark``."""
+        ticket = self.chunk._run(partial(self._add, mark))
+        if self.room is not None:
+            self.room.ticket = ticket
+
+    def _add(self, mark: Any) -> None:
+        self.chunk.streams[1].wait(mark)  # hazard: reading sums that are still arriving
+        if self.room is not None:
+            gradients = self.chunk._gradients
+            if gradients.dtype != self.target.dtype:
+                gradients.add_((self.target * self.scale).to(gradients.dtype))
+            else:
+                gradients.add_(self.target, alpha=self.scale)

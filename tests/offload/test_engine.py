@@ -1,0 +1,220 @@
+"""Shards in host memory give bit for bit the numbers of shards on the device."""
+
+import inspect
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from helpers.models import TinyLm, make, part, tokens
+from helpers.ranks import run_ranks
+from lightning_zero3.strategies.collectives import LocalCollectives, make_collectives
+from lightning_zero3.strategies.engine import (
+    Offload,
+    Worker,
+    Zero3Engine,
+    host_steps,
+    offload,
+    reduction,
+    unit,
+)
+from lightning_zero3.strategies.engine.layout import ChunkLayout
+from lightning_zero3.strategies.engine.offload import Host, HostChunk
+from lightning_zero3.strategies.engine.streams import Stream
+from lightning_zero3.strategies.optimizers.param_groups import ParamGroups
+from offload.late_device import LateStream, LateWorker
+
+CPU = torch.device("cpu")
+OPTIMIZERS = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01, fused=True),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.05, fused=True),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01),
+}
+
+
+def train(rank, world_size, where, late, optimizer="adamw", steps=6, micro=1, bf16=False):
+    """Losses, weights and optimizer state."""
+    model = make(lambda: TinyLm(depth=3))
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1]},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "lr": 0.02},
+    ]
+    optimizer = OPTIMIZERS[optimizer](groups)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    if world_size > 1:
+        collectives = make_collectives(dist.group.WORLD, CPU)
+    else:
+        collectives = LocalCollectives(alone=where is None)
+    engine = Zero3Engine(
+        model,
+        [optimizer],
+        device=CPU,
+        collectives=collectives,
+        unit_policy=lambda m: [m, *m.blocks],
+        wire_dtype=(lambda name, p: torch.bfloat16) if bf16 else (lambda name, p: torch.float32),
+        offload=where,
+        streams=LateStream if late else Stream,
+        worker=LateWorker if late else Worker,
+    )
+    ParamGroups([optimizer], lambda: engine, CPU).start(engine)
+    losses = []
+    for batch in tokens(steps):
+        for number in range(micro):
+            its = tuple(t.chunk(micro)[number] for t in part(batch, rank, world_size))
+            with engine.step():
+                loss = model.loss(its)
+            with engine.backward():
+                loss.backward()
+            losses.append(loss.item())
+        losses.append(model.head.weight.grad.norm().item())
+        optimizer.step()
+        schedule.step()
+        with torch.no_grad():
+            model.norm.weight.mul_(0.9)
+        optimizer.zero_grad()
+    state = {
+        f"{name} {key}": value.clone()
+        for name, p in model.named_parameters()
+        for key, value in optimizer.state[p].items()
+    }
+    engine.unshard()
+    return losses, dict(model.named_parameters()) | state
+
+
+OPTIONS = [
+    {},
+    {"micro": 3},
+    {"optimizer": "sgd"},
+    {"optimizer": "adagrad"},
+    {"optimizer": "rmsprop"},
+    {"bf16": True},
+]
+
+
+def train_all(rank, world_size, options):
+    """The run without offload, and those with it."""
+    return train(rank, world_size, None, False, **options), {
+        (kind, late): train(rank, world_size, Offload(kind), late, **options)
+        for kind in ("optimizer", "parameters")
+        for late in (True, False)
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_bit_for_bit(world_size, options):
+    if options.get("bf16") and world_size == 1:
+        pytest.skip("one rank sends nothing")
+    for (losses, state), found in run_ranks(train_all, world_size, options, timeout=100):
+        assert losses[0] != losses[-1]
+        for case, (its, weights) in found.items():
+            assert its == losses, case
+            assert weights.keys() == state.keys()
+            for name, value in state.items():
+                assert torch.equal(weights[name], value), (case, name)
+
+
+# Each wait, by the words of its line: where it is missing, numbers are others, or an error comes.
+WAITS = [
+    (offload, "ticket.result()"),
+    (offload, "room.ticket.result()  # hazard: sums that arrive"),
+    (offload, "self.settle()  # hazard: sending values"),
+    (offload, "self.chunk.streams[1].wait(mark)  # hazard: reading sums"),
+    (host_steps, "ticket.result()"),
+    (unit, "self._stream.join(self._filled)"),
+    (reduction, "self._stream.join(self._mark)"),
+]
+RUNS = [{"micro": 3}, {"micro": 2, "optimizer": "rmsprop"}]
+
+
+def without(module, words):
+    """Take the wait on the first line with ``words`` out of the functions of ``module``."""
+    lines = inspect.getsource(module).splitlines()
+    index = next(k for k, line in enumerate(lines) if line.strip().startswith(words))
+    lines[index] = lines[index][: -len(lines[index].lstrip())] + "pass"
+    changed = dict(vars(module))
+    exec(compile("\n".join(lines), module.__file__, "exec"), changed)
+    for name, cls in vars(module).items():
+        if isinstance(cls, type) and cls.__module__ == module.__name__:
+            for attribute, function in vars(cls).items():
+                if inspect.isfunction(function) and function.__module__ == module.__name__:
+                    function.__code__ = vars(changed[name])[attribute].__code__
+
+
+def train_without(rank, world_size, number):
+    """Whether a run without one of the waits differs from the run with all."""
+    found = []
+    for options in RUNS:
+        expected = train(rank, world_size, None, False, **options)
+        before = train(rank, world_size, Offload("parameters"), True, **options)
+        assert repr(before) == repr(expected)
+        found.append(repr(expected))
+    without(*WAITS[number])
+    for options, expected in zip(RUNS, found, strict=True):
+        for kind in ("optimizer", "parameters"):
+            if repr(train(rank, world_size, Offload(kind), True, **options)) != expected:
+                return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=pytest.mark.variant) for n in range(len(WAITS))]
+)
+def test_a_wait_that_is_missing_shows(number):
+    """On one rank, as others would wait for a rank that fails."""
+    try:
+        assert run_ranks(train_without, 1, number, timeout=60) == [True]
+    except AssertionError as error:
+        assert "Error" in str(error) and "train_without" in str(error)
+
+
+class Copies:
+    """A stream whose copies never end by themselves."""
+
+    def __init__(self):
+        self.waited = []
+
+    def wait(self, mark):
+        self.waited.append(mark)
+
+
+@pytest.mark.parametrize("act", ["write", "step", "round"])
+def test_memory_that_is_still_read_is_not_written_to(act):
+    """Kernels of a forward may be far behind the host, which steps meanwhile."""
+    entry = SimpleNamespace(trained=True, part_of=lambda shard: shard)
+    wire = torch.bfloat16 if act == "round" else torch.float32
+    chunk = HostChunk([entry], ChunkLayout.build([8], 1, 2), torch.float32, wire, torch.float32)
+    Host(Offload("parameters"), [chunk], CPU, LateWorker())
+    chunk.own(torch.ones(8), 0)
+    chunk.streams = Copies(), Copies()
+    chunk.begin_load()
+    chunk.end_load("copied")
+    assert not chunk.streams[0].waited
+    if act == "write":
+        chunk.values.zero_()
+    else:
+        at_the_step = []
+        chunk.step_with(lambda gradients: at_the_step.append(list(chunk.streams[0].waited)))
+        chunk.settle()
+        assert at_the_step == [["copied"]]
+    if act == "round":
+        chunk.end_load("copied again")
+        chunk.begin_load()
+        assert chunk.streams[0].waited == ["copied", "copied again"]
+    else:
+        assert chunk.streams[0].waited == ["copied"]
+
+
+def fail(rank, world_size):
+    """What the worker raises reaches the training, with the unit's name."""
+    for late in (True, False):
+        with pytest.raises(RuntimeError, match=r"host's work on unit .* failed \(TypeError"):
+            with patch.object(host_steps.HostShards, "_change", lambda self: None):
+                train(rank, world_size, Offload("optimizer"), late)
+
+
+def test_an_error_of_the_worker_is_raised():
+    run_ranks(fail, 1, timeout=60)
