@@ -216,7 +216,6 @@ class ExchangeLog:
         step_settings: settings of each optimizer step since the last comparison.
         backward_settings: the gradients that there were when the last backward, which adds to them,
             began.
-        steps: number of optimizer steps since the last agreement.
         progress: index of the last unit that was used, and number of exchanges that were begun.
     """
 
@@ -231,7 +230,6 @@ class ExchangeLog:
         self.settings: Callable[[], list[Setting]] = list
         self.step_settings: list[Setting] = []
         self.backward_settings: list[Setting] = []
-        self.steps = 0
         self.progress: MutableSequence[int] | memoryview = [-1, 0]
 
     def record_write(self, name: str, kind: str, values: Tensor) -> None:
@@ -259,16 +257,11 @@ class ExchangeLog:
 
     def record_step(self, gradients: list[Setting]) -> None:
         """Record an optimizer step, with the ``gradients`` it uses and the current settings."""
-        number = self.steps = self.steps + 1
-        self.step_settings += [
-            (name, group, f"{option} (in step {number} since the last backward)", value)
-            for name, group, option, value in [*gradients, *self.settings()]
-        ]
+        self.step_settings += [*gradients, *self.settings()]
         # Steps on gradients that the user assigns need no backward, which would end the list.
         if len(self.step_settings) > _MAX_STEP_SETTINGS:
-            self.step_settings = [
-                ("an optimizer", 0, f"a digest of {number} steps", digest((), self.step_settings))
-            ]
+            many = digest((), self.step_settings)
+            self.step_settings = [("an optimizer", 0, "a digest of many steps", many)]
 
     def all_settings(self) -> list[Setting]:
         """Return the current settings, those of steps and those of the last backward."""
@@ -290,7 +283,7 @@ class ExchangeLog:
     def start_trace(self) -> None:
         """Clear the log after all ranks have compared everything, the trace included."""
         self.clear_records()
-        self.backward_settings, self.steps = [], 0
+        self.backward_settings = []
         self._agreements, self._resumed = self._agreements + 1, 0
         self.trace[:] = [self._agreements << 16]
 

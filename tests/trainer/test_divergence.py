@@ -175,20 +175,10 @@ def _step_with_what_was_mixed_before_it_was_cleared(module, rank, optimizer, clo
 
 # What ranks do in `optimizer_step`, and what of it is told in the next backward.
 STEPS = {
-    _step_with_another_rate: (
-        "'lr (in step 1 since the last backward)' of param group 0 of SGD is 0.1 on rank 0 and"
-        " 1.1 on"
-    ),
-    _step_twice: (
-        "Param group 0 of SGD had gradients (in step 2 since the last backward) on rank 0 alone;"
-        " rank 1"
-    ),
-    _step_without_a_gradient: (
-        "gradients, without that of parameter 'net.0.bias' (in step 1 since the last backward) on"
-    ),
-    _step_without_gradients_of_its_own: (
-        "gradients, without that of parameter 'net.0.bias' (in step 1 since"
-    ),
+    _step_with_another_rate: ("'lr' of param group 0 of SGD is 0.1 on rank 0 and 1.1 on"),
+    _step_twice: ("Param group 0 of SGD had gradients on rank 0 alone; rank 1"),
+    _step_without_a_gradient: ("gradients, without that of parameter 'net.0.bias' on"),
+    _step_without_gradients_of_its_own: ("gradients, without that of parameter 'net.0.bias' on"),
     _step_with_the_same_gradient_elsewhere: "assigned a gradient of its own to parameter 'net.0.",
     _step_with_an_own_gradient: "assigned a gradient of its own to parameter 'net.1.bias'",
     _step_with_a_changed_gradient: "assigned a gradient of its own to parameter 'net.1.bias'",
