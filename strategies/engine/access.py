@@ -190,18 +190,12 @@ class Access:
         if units and units[0].announce is None:  # else ranks that have nothing to run take part
             self.collectives.meet(Meeting.GATHERED)
             compare_notes(self.collectives)  # what is read is put together of all ranks' parts
-        values = {}
-        with apart():
-            for unit in units:
-                full = unit.values()
-                values.update(
-                    {e.name: full[e.name].clone() for e in wanted if e.unit == unit.index}
-                )
+        values = dict(zip(wanted, self.read([entry.value for entry in wanted]), strict=True))
         for unit in units:
             _require_unused(unit, wanted)
         for entry in wanted:
             entry.parameter.__class__ = entry.cls_in_use
-            set_data(entry.parameter, values[entry.name])
+            set_data(entry.parameter, values[entry])
             entry.seen = entry.parameter._version
         for unit in units:
             unit.lent = True
@@ -211,13 +205,13 @@ class Access:
                 _require_unwritten(wanted)
         finally:
             for entry in wanted:
-                values[entry.name] = entry.parameter.detach()
+                values[entry] = entry.parameter.detach()
                 entry.value.aliases, entry.seen = [], entry.parameter._version
             for unit in units:
                 unit.lent = False
                 unit.shard_parameters()
         for entry in wanted if modify else ():
-            value = self.collectives.broadcast(values[entry.name].contiguous())
+            value = self.collectives.broadcast(values[entry].contiguous())
             self.write(entry.value, value)
 
 
