@@ -32,7 +32,7 @@ class HybridCollectives(LocalCollectives):
     def __init__(
         self, shards: LocalCollectives, everyone: LocalCollectives, replicas: dist.ProcessGroup
     ) -> None:
-        self._shards, self._everyone, self._replicas = shards, everyone, replicas
+        self._shards, self._replicas = shards, replicas
         self.rank, self.world_size = shards.rank, shards.world_size
         self.global_rank, self.replicas = everyone.global_rank, dist.get_world_size(replicas)
         self.exchange_log = everyone.exchange_log = shards.exchange_log
@@ -41,11 +41,6 @@ class HybridCollectives(LocalCollectives):
             setattr(self, name, getattr(shards, name))
         for name in ("meet", "agree", "broadcast", "all_gather_object"):
             setattr(self, name, getattr(everyone, name))
-
-    @property
-    def nbytes(self) -> int:
-        """See :attr:`LocalCollectives.nbytes`."""
-        return self._shards.nbytes + self._everyone.nbytes
 
     def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.reduce_scatter`; the sum is over all ranks."""

@@ -36,11 +36,6 @@ class PairwiseCollectives(GroupCollectives):
         self._staged_bytes = 0  # bytes of the staging that sums in flight use
         self._sums_in_flight = 0
 
-    @property
-    def nbytes(self) -> int:
-        """See :attr:`LocalCollectives.nbytes`."""
-        return self._staging.nbytes
-
     def all_gather(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.all_gather`."""
         shards = buffer.view(self.world_size, -1)

@@ -94,11 +94,6 @@ class LocalCollectives:
             self.alone = False
         self.exchange_log = ExchangeLog()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that the communicator keeps between exchanges."""
-        return 0
-
     def meet(self, label: int) -> None:
         """Compare ``label`` with the other ranks, now or at the next agreement.
 

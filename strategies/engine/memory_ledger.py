@@ -31,9 +31,7 @@ def by_category(
     return {
         "parameters": on_device(values),
         "gradients": on_device(gradients),
-        "slots": engine.arena.memory.nbytes
-        + engine.reducer.buffer.nbytes
-        + engine.collectives.nbytes,
+        "slots": engine.arena.memory.nbytes + engine.reducer.buffer.nbytes,
         "optimizer_state": on_device(kept),
         "host": sum(tensor.nbytes for tensor in everything) - on_device(everything),
         "buffers": sum(
