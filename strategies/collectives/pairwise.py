@@ -31,7 +31,7 @@ class PairwiseCollectives(GroupCollectives):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self._others = [r for r in range(self.world_size) if r != self.rank]
+        self.others = [r for r in range(self.world_size) if r != self.rank]
         self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._staged_bytes = 0  # bytes of the staging that sums in flight use
         self._sums_in_flight = 0
@@ -49,7 +49,7 @@ class PairwiseCollectives(GroupCollectives):
         works: list[Any] = [self._exchange_label(label)]
         shards = buffer.view(self.world_size, -1)
         staging = self._reserve_staging(shards.shape[1], buffer.dtype)
-        works += [_send(self._group, [shards[r]], r, tag) for r in self._others]
+        works += [_send(self._group, [shards[r]], r, tag) for r in self.others]
         return _OrderedSum(self, tag, shards, staging, works)
 
     def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Work:
@@ -70,8 +70,8 @@ class PairwiseCollectives(GroupCollectives):
         self.exchange_log.progress[1] += 1
         tag = kind + self._TAGS * label
         works: list[Any] = [self._exchange_label(label)]
-        works += [_recv(self._group, [arriving[r]], r, tag) for r in self._others]
-        works += [_send(self._group, [sent[r]], r, tag) for r in self._others]
+        works += [_recv(self._group, [arriving[r]], r, tag) for r in self.others]
+        works += [_send(self._group, [sent[r]], r, tag) for r in self.others]
         return works
 
     def meet(self, label: int) -> None:
@@ -82,13 +82,13 @@ class PairwiseCollectives(GroupCollectives):
     def _exchange_label(self, label: int) -> _LabelExchange:
         """Begin to send ``label`` to the other ranks and to receive theirs."""
         labels = torch.full((self.world_size, 1), label, device="cpu")
-        works = [_recv(self._control, [labels[r]], r, self._LABEL) for r in self._others]
-        works += [_send(self._control, [labels[self.rank]], r, self._LABEL) for r in self._others]
+        works = [_recv(self._control, [labels[r]], r, self._LABEL) for r in self.others]
+        works += [_send(self._control, [labels[self.rank]], r, self._LABEL) for r in self.others]
         return _LabelExchange(self, labels, works)
 
     def _reserve_staging(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory [1 or 2, numel] for arriving shards that no other sum in flight uses."""
-        rows = min(2, len(self._others))
+        rows = min(2, len(self.others))
         if not self._sums_in_flight:
             self._staged_bytes = 0
         self._sums_in_flight += 1
@@ -145,7 +145,7 @@ class _OrderedSum(Pending):
         # The first two can arrive while the caller computes; more would need more memory.
         self._arriving = [
             (_recv(communicator._group, [staging[k]], r, tag), staging[k])
-            for k, r in enumerate(communicator._others[:2])
+            for k, r in enumerate(communicator.others[:2])
         ]
 
     def wait(self) -> Tensor:
@@ -166,9 +166,9 @@ class _OrderedSum(Pending):
             work.wait()
             k += 1
             total = part if total is None else total.add_(part)
-            if part is not total and len(self._arriving) < len(self._communicator._others):
+            if part is not total and len(self._arriving) < len(self._communicator.others):
                 # The sum has read this half of the staging: the next shard may arrive in it.
-                following = self._communicator._others[len(self._arriving)]
+                following = self._communicator.others[len(self._arriving)]
                 self._arriving.append(
                     (_recv(self._communicator._group, [part], following, self._tag), part)
                 )

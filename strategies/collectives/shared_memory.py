@@ -34,7 +34,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
 
     def __init__(self, group: dist.ProcessGroup, flags: SharedFlags, ballots: list[Tensor]) -> None:
         super().__init__(group)
-        self.flags, self.others = flags, self._others
+        self.flags = flags
         self.unread: list[_Exchange] = []  # exchanges of which this rank has to read
         flags.on_wait, flags.require_same_label = self._read, self.require_same_label
         # address, bytes, the block of each rank

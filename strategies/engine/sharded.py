@@ -22,6 +22,7 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .isolation import apart, connected
@@ -37,7 +38,6 @@ from .torch_functions import (
     in_words,
     instances,
     name_of,
-    replaced,
     written,
 )
 
@@ -345,7 +345,7 @@ def _kind(tensor: Tensor) -> Tensor:
 
 
 def _kinds(value: Any) -> Any:
-    return replaced(value, _Sharded, _kind)
+    return tree_map_only(_Sharded, _kind, value)
 
 
 def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -371,7 +371,7 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     others = [each for each in given if id(each) not in whole]
     whole |= dict(zip(map(id, others), _read_whole(others), strict=True))
     parts = {id(each): _in_place_of(each, whole[id(each)]) for each in given}
-    full_args, full_kwargs = replaced((args, kwargs), _Sharded, lambda each: parts[id(each)])
+    full_args, full_kwargs = tree_map_only(_Sharded, lambda each: parts[id(each)], (args, kwargs))
     versions = {key: part._version for key, part in parts.items() if not part.is_inference()}
     result = func(*full_args, **full_kwargs)
     del full_args, full_kwargs
@@ -382,7 +382,7 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         part, value = parts[id(each)], value_of(each)
         if any(each is target for target in targets):
             owner_of(value).write(value, whole[id(each)])
-            result = replaced(result, Tensor, partial(_if_same, part, each))
+            result = tree_map_only(Tensor, partial(_if_same, part, each), result)
         elif id(each) in versions and value not in stored:  # else it is a view of a target
             if part._version != versions[id(each)]:
                 raise ResidencyError(f"{in_words(name)} would change a copy of {value.what}.")
@@ -426,8 +426,8 @@ def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kw
         edges = tuple(get_gradient_edge(p) if isinstance(p, _Sharded) else p for p in wanted)
     given = list({id(p): p for p in instances((outputs, args, kwargs), _Sharded)}.values())
     whole = dict(zip(map(id, given), read(given), strict=True))
-    outputs, args, kwargs = replaced(
-        (outputs, args, kwargs), _Sharded, lambda each: whole[id(each)]
+    outputs, args, kwargs = tree_map_only(
+        _Sharded, lambda each: whole[id(each)], (outputs, args, kwargs)
     )
     if func is torch.autograd.backward:
         kwargs["inputs"] = None if inputs is None else edges

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -107,17 +106,3 @@ def instances(value: Any, cls: type[T]) -> list[T]:
     elif is_dataclass(value) and not isinstance(value, type):
         inside = [getattr(value, f.name, None) for f in fields(value)]
     return [found for item in inside for found in instances(item, cls)]
-
-
-def replaced(value: Any, cls: type[T], by: Callable[[T], Any]) -> Any:
-    """``value`` with what ``by`` returns in the place of instances of ``cls``, in lists, tuples and
-    dicts.
-    """
-    if isinstance(value, cls):
-        return by(value)
-    if isinstance(value, tuple | list):
-        items = [replaced(item, cls, by) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        return {key: replaced(item, cls, by) for key, item in value.items()}
-    return value
