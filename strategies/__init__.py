@@ -3,16 +3,22 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from .checkpoints import CheckpointOptions
+from .collectives import DivergenceError
 from .data import DataOptions
+from .engine import ResidencyError
 from .launch.rendezvous import current_world
 from .launch.world import LaunchError, World
 from .liveness.watchdog import WatchOptions
+from .state_dicts.collective_errors import CheckpointError
 from .zero3 import Zero3Strategy
 
 __all__ = [
+    "CheckpointError",
     "CheckpointOptions",
     "DataOptions",
+    "DivergenceError",
     "LaunchError",
+    "ResidencyError",
     "WatchOptions",
     "World",
     "Zero3Strategy",
@@ -40,11 +46,10 @@ def _register() -> None:
         if _full_name(taken_by) != _full_name(Zero3Strategy):
             raise RuntimeError(
                 f'The strategy name "{name}" is already taken by {_full_name(taken_by)}, so'
-                f" {_full_name(Zero3Strategy)} cannot be registered under it. HINT: import only"
-                f' one of the two packages, or call `StrategyRegistry.remove("{name}")`'
-                " (lightning.pytorch.strategies) before this import. If both names end alike,"
-                " one file was imported under two names: take the checkout off sys.path and"
-                " import `lightning_zero3`."
+                f" {_full_name(Zero3Strategy)} cannot be registered under it.\nImport only one of"
+                f' the two packages, or call `StrategyRegistry.remove("{name}")` before this'
+                " import; if both names end alike, one file was imported under two names:"
+                " take the checkout off sys.path."
             )
         # The module was executed again (a reload): register the class that users import now.
         StrategyRegistry.remove(name)

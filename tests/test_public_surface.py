@@ -17,9 +17,12 @@ import lightning_zero3.strategies
 ROOT = Path(__file__).resolve().parents[1]
 
 STRATEGIES = {
+    "CheckpointError",
     "CheckpointOptions",
     "DataOptions",
+    "DivergenceError",
     "LaunchError",
+    "ResidencyError",
     "WatchOptions",
     "World",
     "Zero3Strategy",

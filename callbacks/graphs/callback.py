@@ -65,7 +65,8 @@ class CUDAGraphStep(Callback):
             With `ddp` the first, the last and the other micro-batches of an accumulation window
             exchange different things, and so does the first one after a validation: each of these
             counts as a shape.
-        strict: raise an error on all ranks where something cannot be captured, or differs.
+        strict: raise an error on all ranks where something cannot be captured, or differs. Without
+            CUDA steps run eagerly all the same.
         optimizer: capture the optimizer's update too, in a graph of its own. The optimizer must be
             made with ``capturable=True`` (or ``fused=True``, where it has no such option) and a
             tensor as learning rate, which schedulers change as ever. Clipping, loss scaling and

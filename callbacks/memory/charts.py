@@ -24,6 +24,8 @@ def color(name: str) -> str:
 
 def label(name: str) -> str:
     """Return the name of a series as HTML text for people."""
+    if name == "activations":
+        return "activations and others"
     return escape(name.replace("_", " "))
 
 
@@ -149,18 +151,23 @@ def _ticks(lowest: float, highest: float) -> tuple[str, list[tuple[float, str]]]
     """Return (unit, [(bytes, text)]): round values that enclose both bounds."""
     scale, unit = (GIB, "GiB") if highest >= GIB else (MIB, "MiB")
     rough = max((highest - lowest) / scale / 5, highest / scale / 1000, 1e-3)
-    power = 10 ** floor(log10(rough))
-    step = next(nice * power for nice in (1, 2, 2.5, 5, 10) if nice * power >= rough * 0.999)
+    step = _nice(rough)
     first, last = floor(lowest / scale / step), int(highest / scale / step) + 1
     return unit, [(i * step * scale, f"{i * step:g}") for i in range(first, last + 1)]
+
+
+def _nice(rough: float) -> float:
+    """Return a round distance of ticks that is not below ``rough``."""
+    power = 10 ** floor(log10(rough))
+    return next(nice * power for nice in (1, 2, 2.5, 5, 10) if nice * power >= rough * 0.999)
 
 
 def _axes(
     ticks: Sequence[tuple[float, str]],
     unit: str,
     y: Callable[[float], float],
-    low: float,
-    high: float,
+    low: int,
+    high: int,
     x: Callable[[float], float],
 ) -> str:
     parts = []
@@ -174,12 +181,12 @@ def _axes(
         f'<text x="14" y="{HEIGHT / 2:.0f}" class="tick" transform="rotate(-90 14'
         f' {HEIGHT / 2:.0f})">{unit}</text>'
     )
-    for i in range(6):
-        step = low + (high - low) * i / 5
-        anchor = "end" if i == 5 else "middle"
+    every = max(1, round(_nice((high - low) / 5)))
+    for step in range(-(-low // every) * every, high + 1, every):
+        anchor = "end" if step == high else "middle"
         parts.append(
             f'<text x="{x(step):.1f}" y="{HEIGHT - BOTTOM + 17}" class="tick"'
-            f' text-anchor="{anchor}">{step:.0f}</text>'
+            f' text-anchor="{anchor}">{step}</text>'
         )
     parts.append(
         f'<text x="{(LEFT + WIDTH) / 2:.0f}" y="{HEIGHT - 6}" class="tick"'

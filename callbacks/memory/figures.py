@@ -53,6 +53,12 @@ CUDA_ALLOCATOR_KEYS = (
 )
 
 
+WORDS = (
+    "inactive: reserved, in blocks that are partly used; fragmentation: unused share of what is"
+    " reserved;\noutside: not torch's; slots: buffers for communication; activations: the rest"
+)
+
+
 def collect(
     peak: int,
     peaks: Mapping[str, int],

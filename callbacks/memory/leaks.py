@@ -10,6 +10,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 MIB = 2**20
+# What the classes of zero3 hold tensors for.
+_OURS = {
+    "Buffer": "zero3's buffers for unsharded parameters",
+    "Chunk": "zero3's shards",
+    "Entry": "zero3's shards",
+    "SharedMemoryCollectives": "zero3's exchange between ranks",
+}
 _LARGEST_KINDS = 5  # kinds of tensors in a message, the gravest first
 _MOST_REFERENCES = 5  # references from a tensor up to a name
 TensorKind = tuple[str, tuple[int, ...], bool]  # (dtype, shape, has an autograd graph)
@@ -122,10 +129,12 @@ def find_grown(before: Counter[TensorKind], device_type: str, module: nn.Module)
         grown.append((kind[2], size, more, kind))
     # Graphs come before sizes, as a scalar with a graph may hold everything.
     grown.sort(reverse=True)
+    least = max((size for _, size, _, _ in grown), default=0) // 100
     return [
         # `pop`, so that nothing but its holder refers to the tensor.
         Growth(kind, more, size, name_holder(examples.pop(kind), module))
-        for _, size, more, kind in grown[:_LARGEST_KINDS]
+        for has_graph, size, more, kind in grown[:_LARGEST_KINDS]
+        if has_graph or size >= least
     ]
 
 
@@ -136,9 +145,16 @@ def name_holder(item: Any, module: nn.Module) -> str:
         holder, step = _find_holder(item, module)
         path = f"{step}{path}"
         if holder is None:
-            return path
+            return step if step in _OURS.values() else path
         item = holder
-    return f"a {type(item).__name__}{path}"
+    return _our_own(item) or f"a {type(item).__name__}{path}"
+
+
+def _our_own(holder: Any) -> str | None:
+    """Say what an object of zero3's is for; None for any other."""
+    cls = type(holder)
+    ours = str(cls.__module__).startswith("lightning_zero3.strategies.")
+    return _OURS.get(cls.__name__, "zero3's own state") if ours else None
 
 
 def _find_tensors(device_type: str) -> list[tuple[TensorKind, Tensor]]:
@@ -177,6 +193,10 @@ def _find_holder(item: Any, module: nn.Module) -> tuple[Any, str]:
             return None, f"{owners[id(holder)]}.{key}"
         if "__name__" in holder and "__builtins__" in holder:  # a module's globals
             return None, f"{holder['__name__']}.{key}"
+        if "__module__" in holder and "__doc__" in holder:  # a class's namespace
+            classes = [each for each in gc.get_referrers(holder) if isinstance(each, type)]
+            if classes:
+                return None, f"{classes[0].__qualname__}.{key}"
         return holder, f"[{key!r}]"
     for holder in holders:
         if type(holder) in (list, tuple, set, deque):
@@ -190,6 +210,8 @@ def _find_holder(item: Any, module: nn.Module) -> tuple[Any, str]:
         if isinstance(holder, types.CellType):
             return None, "a variable that a function captured"
     for holder in holders:  # an object whose attributes have no dict yet
+        if (name := _our_own(holder)) is not None:
+            return None, name
         key = _key_of(getattr(holder, "__dict__", {}), item)
         owner = owners.get(id(getattr(holder, "__dict__", None)), type(holder).__name__)
         return None, f"{owner}.{key}" if key is not None else f"a {type(holder).__name__}"

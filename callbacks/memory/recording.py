@@ -1,11 +1,16 @@
 """Record one run on this rank: read the figures of each step, keep them, report them at the end."""
 
 import logging
+import platform
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import thread_time
 
+import lightning
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
@@ -15,6 +20,7 @@ from .figures import (
     CUDA_ALLOCATOR_KEYS,
     GIB,
     KEYS,
+    WORDS,
     History,
     StepRecord,
     activations,
@@ -155,12 +161,17 @@ class Recording:
         is_cuda = self.source.name == "cuda"
         empty = ("memory/process_gib",) if is_cuda else CUDA_ALLOCATOR_KEYS
         rows = {
-            name: figure for name, figure in figures.items() if name in KEYS and name not in empty
+            name: figure
+            for name, figure in figures.items()
+            if name in KEYS and name not in empty and (figure.high or is_cuda)
         }
         title = f"{self.title}; peaks by phase from {self.meter.close_steps} of them"
-        return render_table(title, rows, self.gatherer.world_size)
+        table = render_table(title, rows, self.gatherer.world_size)
+        return f"{table}\n{WORDS}" if is_cuda else table
 
-    def report(self, module: LightningModule, names: list[str], gathered: Tensor) -> ReportData:
+    def report(
+        self, trainer: Trainer, module: LightningModule, names: list[str], gathered: Tensor
+    ) -> ReportData:
         """Return the data of the HTML page."""
         sample, peak = self.meter.last, self.meter.run_peak
         return ReportData(
@@ -178,6 +189,7 @@ class Recording:
             ranks=[dict(zip(names, row, strict=True)) for row in gathered.tolist()],
             allocations=find_allocations(self.source.name, self.source.device_type, module),
             remarks=[*self.leaks],
+            run=describe_run(trainer, module),
         )
 
     def explain_oom(
@@ -218,6 +230,17 @@ class Recording:
             undo()
         self.gatherer.close()
         self.source.close()
+
+
+def describe_run(trainer: Trainer, module: LightningModule) -> str:
+    """Return the run's model, strategy, host, date and versions, to find it again."""
+    ranks = f"{trainer.world_size} rank{'s' * (trainer.world_size > 1)}"
+    return (
+        f"{type(module).__name__}, {type(trainer.strategy).__name__}, {ranks};"
+        f" {Path(sys.argv[0]).name} on {platform.node()},"
+        f" {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())};"
+        f" torch {torch.__version__}, Lightning {lightning.__version__}"
+    )
 
 
 def run_figures(source: str, figures: dict[str, Spread]) -> RunFigures:

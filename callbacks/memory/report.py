@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from .allocations import Allocation
-from .charts import bars, composition_bar, size_text, time_chart
+from .charts import MIB, bars, composition_bar, label, size_text, time_chart
 from .figures import GIB, StepRecord
 from .phases import PHASES
 
@@ -67,6 +67,7 @@ class ReportData:
     ranks: Sequence[Mapping[str, float]]
     allocations: Sequence[Allocation]
     remarks: Sequence[str] = field(default_factory=list)
+    run: str = ""  # which: model, strategy, host, date, versions
 
 
 def write_report(path: Path, data: ReportData) -> None:
@@ -90,15 +91,16 @@ def render(data: ReportData) -> str:
         _render_section("Memory over time, by phase", _phase_text(data), _draw_phases(data)),
         _render_section(
             "What the peak is made of",
-            f"The peak of this rank, {size_text(sum(data.composition.values()))}.",
+            f"The peak of rank 0, {size_text(sum(data.composition.values()))}.",
             composition_bar(data.composition),
         ),
         _render_section(
-            "Peak of each phase", "Over the whole run, on this rank.", bars(_phase_rows(data))
+            "Peak of each phase", "Over the whole run, on rank 0.", bars(_phase_rows(data))
         ),
         _render_section(
             "Ranks",
-            "The peak and what the allocator reserved, over the whole run.",
+            f"The peak{' and what the allocator reserved' * (data.source == 'cuda')}, over the"
+            " whole run.",
             bars(_rank_rows(data)),
         ),
         _render_section("Largest allocations", _allocation_text(data), _render_allocations(data)),
@@ -109,7 +111,7 @@ def render(data: ReportData) -> str:
         f' charset="utf-8"><title>{escape(data.title)}</title>'
         '<meta name="viewport"'
         f' content="width=device-width"><style>{_STYLE % (light, dark)}</style></head>'
-        f"<body><h1>{escape(data.title)}</h1>{_render_headline(data)}{remarks}"
+        f"<body><h1>{escape(data.title)}</h1><p>{escape(data.run)}</p>{_render_headline(data)}{remarks}"
         f"{''.join(sections)}</body></html>"
     )
 
@@ -121,8 +123,8 @@ def _render_headline(data: ReportData) -> str:
     fragmentation = max((rank["memory/fragmentation"] for rank in data.ranks), default=0.0)
     retries = max((rank["memory/retries"] for rank in data.ranks), default=0.0)
     figures = [
-        (size_text(peak), f"peak, on rank {worst} of {len(data.ranks)}"),
-        (phase, "phase with the peak"),
+        (size_text(peak), f"highest peak: rank {worst}, of {len(data.ranks)} ranks"),
+        (phase, "phase with the peak, on rank 0"),
     ]
     if data.source == "cuda":
         figures += [
@@ -144,7 +146,7 @@ def _category_text(data: ReportData) -> str:
     process = (
         "" if data.source == "cuda" else " Process is what was resident before training began."
     )
-    return f"Each step's peak. What no category explains is shown as activations.{process}"
+    return f"Each step's peak on rank 0. Others are what no category explains, a leak too.{process}"
 
 
 def _category_series(data: ReportData) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
@@ -209,7 +211,8 @@ def _rank_rows(data: ReportData) -> list[tuple[str, dict[str, float]]]:
     return [
         (
             f"rank {rank}",
-            {"peak": figures["memory/peak_gib"] * GIB, "reserved": figures["run/peak_reserved"]},
+            {"peak": figures["memory/peak_gib"] * GIB}
+            | ({"reserved": figures["run/peak_reserved"]} if data.source == "cuda" else {}),
         )
         for rank, figures in enumerate(data.ranks)
     ]
@@ -249,32 +252,36 @@ def write_png(path: Path, data: ReportData) -> None:
     )
     steps = [record.step for record in data.records]
     areas, lines = _category_series(data)
+    highest = max((record.peak for record in data.records), default=0)
+    unit, scale = ("GiB", GIB) if highest >= GIB else ("MiB", MIB)
     colors = {name.replace("-", "_"): pair[0] for name, pair in _PALETTE.items()}
-    scaled = {name: [value / GIB for value in values] for name, values in areas.items()}
-    labels = [name.replace("_", " ") for name in scaled]
+    scaled = {name: [value / scale for value in values] for name, values in areas.items()}
+    labels = [label(name) for name in scaled]
     over_time.stackplot(
         steps, *scaled.values(), labels=labels, colors=[colors[name] for name in scaled]
     )
     for name, values in lines.items():
-        over_time.plot(steps, [value / GIB for value in values], color=colors[name], label=name)
-    over_time.set(title="Memory over time, by category", ylabel="GiB", xlabel="step")
-    over_time.legend(loc="lower right", fontsize="small")
+        over_time.plot(steps, [value / scale for value in values], color=colors[name], label=name)
+    over_time.set(title="Memory over time, by category", ylabel=unit, xlabel="step")
+    over_time.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=4, fontsize="small")
     detailed, by_phase = _phase_series(data)
     for phase, values in by_phase.items():
-        phases.plot(detailed, [value / GIB for value in values], label=phase, color=colors[phase])
-    phases.set(title="Memory over time, by phase", ylabel="GiB", xlabel="step")
+        phases.plot(detailed, [value / scale for value in values], label=phase, color=colors[phase])
+    phases.set(title="Memory over time, by phase", ylabel=unit, xlabel="step")
     phases.legend(loc="lower right", fontsize="small")
     left = 0.0
     for name, size in sorted(
         ((n, size) for n, size in data.composition.items() if size), key=lambda item: -item[1]
     ):
-        peak.barh([0], [size / GIB], left=left, label=name.replace("_", " "), color=colors[name])
-        left += size / GIB
-    peak.set(title="What the peak is made of", xlabel="GiB", yticks=[])
+        peak.barh([0], [size / scale], left=left, label=label(name), color=colors[name])
+        left += size / scale
+    peak.set(title="What the peak is made of", xlabel=unit, yticks=[])
     peak.legend(loc="upper center", bbox_to_anchor=(0.5, -0.45), ncols=4, fontsize="small")
     ranks.barh(
         [f"rank {i}" for i in range(len(data.ranks))],
-        [rank["memory/peak_gib"] for rank in data.ranks],
+        [rank["memory/peak_gib"] * GIB / scale for rank in data.ranks],
+        color=colors["peak"],
     )
-    ranks.set(title="Peak by rank", xlabel="GiB")
+    ranks.set(title="Peak by rank", xlabel=unit)
+    ranks.invert_yaxis()
     figure.savefig(path, dpi=110)

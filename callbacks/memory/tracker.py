@@ -275,7 +275,7 @@ class CUDAMemoryTracker(Callback):
         if self.table:
             print(run.table(self.run_spreads))
         if self.report is not None:
-            data, path = run.report(pl_module, names, gathered), Path(self.report)
+            data, path = run.report(trainer, pl_module, names, gathered), Path(self.report)
             write_report(path, data)
             if self.report_png:
                 write_png(path.with_suffix(".png"), data)

@@ -196,7 +196,7 @@ class CheckpointStrategy(ProcessStrategy):
             exclude(checkpoint, self._frozen & frozen_names(self.lightning_module), replica)
         if _OWN_SCALER in checkpoint:
             checkpoint[_SCALER] = checkpoint.pop(_OWN_SCALER)
-        filepath = self.broadcast(os.fspath(filepath))
+        filepath = self.broadcast(filepath)
         is_local = storage_options is None and not is_remote(filepath)
         if self._is_local_only and not is_local:
             raise ValueError(f"Saving {filepath}: {_LOCAL_ONLY}")
@@ -568,8 +568,10 @@ class CheckpointStrategy(ProcessStrategy):
 
 
 def _warn_of_keys(missing: list[str], unexpected: list[str]) -> None:
-    if missing or unexpected:
-        rank_zero_warn(
-            f"The checkpoint has no {missing}; the model has no {unexpected}. `strict_loading` is"
-            " off."
-        )
+    found = [
+        f"{owner} has no {keys[0]!r}" + (f" and {len(keys) - 1} others" if len(keys) > 1 else "")
+        for owner, keys in (("the checkpoint", missing), ("the model", unexpected))
+        if keys
+    ]
+    if found:
+        rank_zero_warn(f"`strict_loading` is off: {'; '.join(found)}.")

@@ -5,9 +5,12 @@ The import registers the strategy and does nothing else: no CUDA, no threads, no
 
 try:
     from .strategies import (
+        CheckpointError,
         CheckpointOptions,
         DataOptions,
+        DivergenceError,
         LaunchError,
+        ResidencyError,
         WatchOptions,
         World,
         Zero3Strategy,
@@ -30,9 +33,12 @@ except ValueError as error:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "CheckpointOptions",
     "DataOptions",
+    "DivergenceError",
     "LaunchError",
+    "ResidencyError",
     "WatchOptions",
     "World",
     "Zero3Strategy",

@@ -21,7 +21,7 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     parser = argparse.ArgumentParser(
-        prog="lightning_zero3", description="Tools that need no GPU and no model class."
+        prog="python -m lightning_zero3", description="Tools that need no GPU and no model class."
     )
     subparsers = parser.add_subparsers(dest="command", required=True)
     for name, module in COMMANDS.items():
@@ -35,6 +35,9 @@ def main(argv: list[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
+    except BrokenPipeError:  # as of `inspect x | head`
+        sys.stdout = None
+        return 1
     except Exception as error:
         # A wrong path, a full disk or a damaged file needs no traceback.
         text = str(error)

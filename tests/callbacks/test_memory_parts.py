@@ -142,6 +142,21 @@ def test_the_grown_tensors_are_named_with_their_holder():
     assert any("1 more float32[999]" in line and "GLOBAL_CACHE" in line for line in lines)
 
 
+class Leaky:
+    kept = []
+
+
+def test_a_class_that_holds_tensors_is_named_and_small_ones_are_not():
+    gc.collect()
+    before = take_census("cpu")
+    Leaky.kept.extend(torch.ones(100_001) for _ in range(3))
+    small = [torch.ones(5) for _ in range(7)]
+    lines = [str(grown) for grown in find_grown(before, "cpu", Keeper())]
+    Leaky.kept.clear()
+    assert len(small) == 7 and not any("float32[5]" in line for line in lines)
+    assert "3 more float32[100001] (1.1 MiB), held by Leaky.kept[...]" in lines
+
+
 def test_a_watch_reports_a_leak_with_what_grew():
     module, watch = (
         Keeper(),
@@ -366,7 +381,9 @@ def report_data():
     composition = {**ledger, "graph_pool": 0, "process": 0, "activations": 2 * GIB}
     phases = {"forward": 5 * GIB, "backward": 6 * GIB}
     return ReportData(
-        "CUDA memory", "cuda", records, composition, phases, 49, ranks, allocations, ["a <leak>"]
+        *("CUDA memory", "cuda", records, composition, phases, 49, ranks, allocations),
+        remarks=["a <leak>"],
+        run="Net, DDPStrategy, 4 ranks; train.py on host",
     )
 
 
@@ -381,8 +398,18 @@ def test_the_page_is_self_contained_and_complete():
         "Ranks",
         "Largest allocations",
     )
-    for text in (*sections, "rank 3", "attend (train.py:12)"):
+    for text in (
+        *sections,
+        "rank 3",
+        "attend (train.py:12)",
+        "train.py on host",
+        "The peak of rank 0",
+    ):
         assert text in page
+    assert "activations and others" in page and "this rank" not in page
+    steps = [record.step for record in report_data().records]
+    ticks = [int(tick) for tick in re.findall(r'text-anchor="\w+">(\d+)<', page)]
+    assert len(ticks) > 4 and all(tick % 5 == 0 and tick <= max(steps) for tick in ticks), ticks
     # nothing of the run becomes markup
     assert "a &lt;leak&gt;" in page and "attend &lt;script&gt;" in page
     from xml.etree import ElementTree
@@ -397,7 +424,8 @@ def test_an_empty_run_still_renders():
     empty = ReportData(
         "t", "process", [], {"parameters": 0, "activations": 0}, {}, 0, data.ranks[:1], []
     )
-    assert "No steps were recorded" in render(empty)
+    page = render(empty)
+    assert "No steps were recorded" in page and "reserved" not in page.partition("</style>")[2]
 
 
 def test_png(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """``python -m lightning_zero3``: what the commands print and do, against what torch reads."""
 
+import pytest
 import torch
 
 from checkpoints.runs import Whole, flip, train
@@ -42,6 +43,27 @@ def test_a_path_that_is_none_is_one_line(tmp_path, capsys):
         said = capsys.readouterr()
         assert said.out == "" and said.err.count("\n") == 1 and missing in said.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_goes_away_is_no_error(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "full.ckpt"
+    torch.save({"epoch": 1, "global_step": 2, "state_dict": {"a": torch.ones(1)}}, file)
+
+    class Closed:
+        def write(self, text):
+            raise BrokenPipeError(32, "Broken pipe")
+
+        flush = write
+
+    monkeypatch.setattr("sys.stdout", Closed())
+    assert main(["inspect", str(file)]) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_usage_is_what_one_types(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "usage: python -m lightning_zero3 " in capsys.readouterr().out
 
 
 def save_sharded(rank, world_size, folder):

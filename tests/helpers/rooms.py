@@ -120,8 +120,8 @@ ROOMS = [
     Room(
         "strategies",
         "registers the strategy",
-        "strategies/launch strategies/data strategies/checkpoints strategies/liveness"
-        " strategies/zero3",
+        "strategies/collectives strategies/engine strategies/state_dicts strategies/launch"
+        " strategies/data strategies/checkpoints strategies/liveness strategies/zero3",
         "lightning",
         tokens=142,
     ),

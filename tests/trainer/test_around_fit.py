@@ -5,6 +5,7 @@ import multiprocessing as mp
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -42,6 +43,24 @@ def test_a_module_that_was_never_fitted_is_saved(tmp_path):
     assert_tensors_close(loaded, module.state_dict(), 0.0)
 
 
+class Noting(TorchCheckpointIO):
+    """A plugin of the user's."""
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        self.given = path, storage_options
+        super().save_checkpoint(checkpoint, path)
+
+
+def test_a_plugin_gets_path_and_options_as_they_are(tmp_path):
+    module, plugin = Model(), Noting()
+    runner = trainer("zero3", max_steps=1, plugins=[plugin])
+    runner.fit(module, data())
+    runner.save_checkpoint(tmp_path / "a.ckpt", storage_options={"own": 1})
+    assert plugin.given == (tmp_path / "a.ckpt", {"own": 1})
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
+    assert_tensors_close(saved, module.state_dict(), 0.0)
+
+
 @pytest.mark.parametrize("strategy", ["zero3_spawn", "zero3_notebook"])
 def test_the_process_that_called_fit_saves(strategy, tmp_path):
     module = Model()
@@ -59,6 +78,20 @@ def test_the_process_that_called_fit_saves(strategy, tmp_path):
 def test_a_missing_checkpoint_is_what_scripts_catch():
     with pytest.raises(FileNotFoundError, match=r"no/such\.ckpt"):
         trainer("zero3").fit(Model(), data(), ckpt_path="no/such.ckpt")
+
+
+def test_keys_that_a_checkpoint_lacks_are_counted(tmp_path):
+    module = Model()
+    module.strict_loading = False
+    weights = {"net.1.bias": torch.ones(1), "other": torch.ones(1)}
+    checkpoint = {"state_dict": weights, "pytorch-lightning_version": "2.6.0"}
+    torch.save(checkpoint, tmp_path / "a.ckpt")
+    told = r"strict_loading` is off: the checkpoint has no 'net\.0\.\w+' and 2 others; the model has no 'other'\."
+    with pytest.warns(UserWarning, match=told):
+        trainer("zero3", limit_val_batches=1.0).validate(
+            module, data(), ckpt_path=tmp_path / "a.ckpt"
+        )
+    assert module.net[1].bias.item() == 1.0
 
 
 MISUSES = [lambda batch: (lambda x, y: x)(*batch), lambda b: b[0], len, list, float, lambda b: b.x]
