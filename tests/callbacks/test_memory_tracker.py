@@ -214,7 +214,7 @@ def test_without_cuda_the_source_is_named_and_the_allocators_figures_are_not_sho
 ):
     with caplog.at_level(logging.INFO):
         fit(tracker := CUDAMemoryTracker(), tmp_path=tmp_path)
-    assert "tracking this process's resident memory" in caplog.text
+    assert "figures are of this process's resident memory" in caplog.text
     shown = rows(capsys.readouterr().out)
     assert {"process", "peak", "parameters", "outside"} <= shown and not CUDA_ROWS & shown
     assert all(
