@@ -402,6 +402,9 @@ class CheckpointStrategy(ProcessStrategy):
         Lightning's ``_CheckpointConnector._parse_ckpt_path`` has turned "last" and "hpc" into paths
         already, so the newest is wanted if ``wanted`` is a path that it would find again.
         """
+        module = self.lightning_module
+        if module is None or module._trainer is None:  # no run: the path is one that a user names
+            return choose(wanted, False)
         newest = {self._trainer._checkpoint_connector._hpc_resume_path}
         for callback in self._trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):

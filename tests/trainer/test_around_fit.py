@@ -43,6 +43,16 @@ def test_a_module_that_was_never_fitted_is_saved(tmp_path):
     assert_tensors_close(loaded, module.state_dict(), 0.0)
 
 
+def test_a_strategy_loads_a_checkpoint_before_any_run(tmp_path):
+    module = Model()
+    runner = trainer("zero3", max_steps=1)
+    runner.fit(module, data())
+    runner.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = trainer("zero3").strategy.load_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    assert loaded["global_step"] == 1
+    assert_tensors_close(loaded["state_dict"], module.state_dict(), 0.0)
+
+
 class Noting(TorchCheckpointIO):
     """A plugin of the user's."""
 
