@@ -45,6 +45,9 @@ if __name__ == "__main__":
 """
 
 
+LATE = "Not all of 2 ranks have come"  # told after 20 s, which a busy machine takes to start
+
+
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
     """How often each line was printed, by strategy; progress bars left out."""
@@ -71,13 +74,15 @@ def printed(tmp_path_factory):
         found[strategy] = Counter(
             re.sub(r"\d+\.\d+", "NUMBER", line)
             for line in lines
-            if line and not line.startswith("  ") and "━" not in line and "─" not in line
+            if line and not line.startswith(("  ", LATE)) and "━" not in line and "─" not in line
         )
     return found
 
 
 def test_one_line_is_ours(printed):
-    [(line, count)] = (printed["zero3"] - printed["ddp"]).items()
+    ours = printed["zero3"] - printed["ddp"]
+    assert len(ours) == 1, ours
+    [(line, count)] = ours.items()
     assert line.startswith("zero3: 2 ranks on 1 node, gloo, started by ") and count == 1
 
 
