@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -83,15 +84,13 @@ class ModelExport(Callback):
         average: bool = True,
         verify: bool = False,
     ) -> None:
-        if format not in _SUFFIXES or every not in ("best", "end"):
+        is_offered = format in _SUFFIXES and every in ("best", "end")
+        if not is_offered or verify and (every == "best" or format == "onnx"):
+            options = f"format={format!r}, every={every!r}, verify={verify}"
             raise ValueError(
-                f"ModelExport(format={format!r}, every={every!r}) is not offered.\nThe formats are"
-                f" {', '.join(_SUFFIXES)}; every is 'best' or 'end'."
-            )
-        if verify and (every == "best" or format == "onnx"):
-            raise ValueError(
-                "ModelExport(verify=True) runs the program of the model as it is at the end.\n"
-                "Choose every='end', and format='pt2' or 'torchscript'."
+                f"ModelExport({options}) is not offered.\n"
+                f"The formats are {', '.join(_SUFFIXES)}; every is 'best' or 'end'; verify is for"
+                " every='end', and runs no ONNX."
             )
         self.format, self.parts, self.example_input = format, modules or [""], example_input
         self.dynamic_shapes, self.dirpath, self.every = dynamic_shapes, dirpath, every
@@ -124,8 +123,8 @@ class ModelExport(Callback):
             CheckpointError: on all ranks, if ``check`` is set and the model cannot be exported.
         """
         self._file(trainer, "")  # its error, and this one, are for all ranks
-        is_short = bool(getattr(trainer, "fast_dev_run", False))
-        if self.every == "best" and not (_best(trainer) or is_short):
+        is_tried = getattr(trainer, "fast_dev_run", False)
+        if self.every == "best" and not (_best(trainer) or is_tried):
             raise ValueError(
                 "ModelExport(every='best') exports what a ModelCheckpoint has kept, and there is"
                 " none.\nAdd one, or choose every='end'."
@@ -134,10 +133,9 @@ class ModelExport(Callback):
         try:
             self._skeletons = self._on_rank_zero(trainer, self._trace)
         except CheckpointError as error:
-            if not self.check or is_check:
-                rank_zero_warn(str(error))
-            else:
+            if self.check and not is_check:
                 raise
+            rank_zero_warn(str(error))
         if is_check:
             raise SystemExit(0 if self._skeletons else 1)
 
@@ -159,13 +157,10 @@ class ModelExport(Callback):
         for name in self._skeletons if self.verify else ():
             self._compare(trainer, name)
 
-    def _on_rank_zero(self, trainer: Trainer, work: Any, *args: Any) -> Any:
-        """Return what ``work`` does on rank 0, on all ranks, or raise its error there."""
-
-        def run() -> Any:
-            return work(trainer, *args) if trainer.is_global_zero else None
-
-        return run_on_all_ranks(f"ModelExport(format={self.format!r})", run)[0]
+    def _on_rank_zero(self, trainer: Trainer, work: Callable[[Trainer], Any]) -> Any:
+        """Return what ``work`` returns on rank 0, on all ranks, or raise its error there."""
+        action = f"ModelExport(format={self.format!r})"
+        return run_on_all_ranks(action, lambda: trainer.is_global_zero and work(trainer))[0]
 
     def _trace(self, trainer: Trainer) -> dict[str, Skeleton]:
         module, skeletons = trainer.lightning_module, {}
@@ -229,24 +224,27 @@ class ModelExport(Callback):
             expected = part.eval()(*args, **kwargs)
         for module, mode in modes.items():
             module.training = mode
-        self._on_rank_zero(trainer, self._require, self._file(trainer, name), inputs, expected)
 
-    def _require(self, trainer: Trainer, file: Path, inputs: Inputs, expected: Any) -> None:
-        load = torch.jit.load if self.format == "torchscript" else torch.export.load
-        program: Any = load(str(file))
-        with torch.no_grad():
-            found = getattr(program, "module", lambda: program)()(*inputs[0], **inputs[1])
-        pairs = zip(tree_leaves(found), tree_leaves(expected), strict=True)
-        gaps = [(a.cpu() - b.cpu()).abs().max().item() for a, b in pairs if isinstance(a, Tensor)]
-        rank_zero_info(f"ModelExport: {file}: the largest difference is {max(gaps):.2g}")
-        bound = 1e-3 if trainer.precision in ("32-true", "64-true") else 0.05
-        torch.testing.assert_close(
-            *(found, expected),
-            rtol=bound,
-            atol=bound,
-            check_device=False,
-            msg=lambda text: f"{file} is not the model: {text}\n{_REMEDY}",
-        )
+        def require(trainer: Trainer) -> None:
+            file = self._file(trainer, name)
+            load: Any = torch.jit.load if self.format == "torchscript" else torch.export.load
+            program = load(str(file))
+            with torch.no_grad():
+                found = getattr(program, "module", lambda: program)()(*inputs[0], **inputs[1])
+            pairs = zip(tree_leaves(found), tree_leaves(expected), strict=True)
+            gaps = [abs(a.cpu() - b.cpu()).max().item() for a, b in pairs if isinstance(a, Tensor)]
+            rank_zero_info(f"ModelExport: {file}: the largest difference is {max(gaps):.2g}")
+            bound = 1e-3 if trainer.precision in ("32-true", "64-true") else 0.05
+            torch.testing.assert_close(
+                found,
+                expected,
+                rtol=bound,
+                atol=bound,
+                check_device=False,
+                msg=lambda text: f"{file} is not the model: {text}\n{_REMEDY}",
+            )
+
+        self._on_rank_zero(trainer, require)
 
     def _file(self, trainer: Trainer, name: str, stem: str = "") -> Path:
         folder = str(self.dirpath or getattr(_best(trainer), "dirpath", trainer.default_root_dir))

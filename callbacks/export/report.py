@@ -83,7 +83,8 @@ modules and a few of Python's functions are known: write it with torch, or mark 
 __init__ function|Class :: A class of your own must be annotated and simple \
 (`@torch.jit.script`), or a `NamedTuple`.
 """
-_FOREIGN = (*torch.__path__, *lightning.__path__, str(Path(__file__).parent), "<")
+_OWN = [str(Path(__file__).parents[2] / name) for name in ("callbacks", "strategies")]
+_FOREIGN = (*torch.__path__, *lightning.__path__, *_OWN, "<")
 _STANDARD = sysconfig.get_path("stdlib")
 
 
@@ -124,11 +125,10 @@ def _place(error: Exception, module: nn.Module) -> tuple[str, int]:
 
 
 def _has_code(module: nn.Module, file: str, line: int) -> bool:
-    codes = [
-        function.__code__
-        for cls in type(module).__mro__
-        for function in vars(cls).values()
-        if hasattr(function, "__code__") and function.__code__.co_filename == file
-    ]
-    ends = [(code.co_firstlineno, max(n or 0 for *_, n in code.co_lines())) for code in codes]
-    return any(first <= line <= last for first, last in ends)
+    for cls in type(module).__mro__:
+        for function in vars(cls).values():
+            code = getattr(function, "__code__", None)
+            if code and code.co_filename == file and line >= code.co_firstlineno:
+                if line <= max(number or 0 for *_, number in code.co_lines()):
+                    return True
+    return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import tempfile
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from ...strategies.checkpoints import Skeleton
 from .onnx_graph import GRAPH, graph_of
 
+_PACKAGE = __name__.partition(".")[0]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # by place, by name
 
 
@@ -38,7 +39,7 @@ def trace(
     """
     named = cache(lambda dim: Dim.AUTO if dim == "auto" else Dim(dim))
     shapes = tree_map_only(str, named, dynamic_shapes)
-    bare, tensors, prefix = _without_weights(module, name, partial(_fake, FakeTensorMode()))
+    bare, tensors, prefix = _without_weights(module, name, FakeTensorMode())
     program = torch.export.export(bare, *inputs, dynamic_shapes=shapes)
     stream = io.BytesIO()
     torch.export.save(program, stream)
@@ -56,13 +57,12 @@ def script(module: nn.Module, name: str, folder: Path) -> Skeleton:
         name: see :func:`trace`.
         folder: has, for a moment, a file as large as the weights.
     """
-    bare: Any
-    bare, tensors, prefix = _without_weights(module, name, _empty)
+    bare, tensors, prefix = _without_weights(module, name, nullcontext())
     is_whole = isinstance(bare, LightningModule)
     scripted = bare.to_torchscript() if is_whole else torch.jit.script(bare)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         scripted.save(file.name)
-        return Skeleton.of_script(file.name, tensors, prefix)
+        return Skeleton.of_script(file.name, tensors, prefix, bare.state_dict())
 
 
 def inputs_of(module: nn.Module, parts: list[str], inputs: Inputs) -> dict[str, Inputs]:
@@ -78,10 +78,10 @@ def inputs_of(module: nn.Module, parts: list[str], inputs: Inputs) -> dict[str, 
         found.setdefault(name, (args, kwargs))
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    bare, _, _ = _without_weights(module, "", partial(_fake, mode))
+    bare, _, _ = _without_weights(module, "", mode)
     for name in parts:
-        part = bare.get_submodule(name)
-        part.register_forward_pre_hook(partial(note, name), with_kwargs=True)
+        hook = partial(note, name)
+        bare.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
     with mode:
         bare(*inputs[0], **inputs[1])
     for name in parts:
@@ -90,25 +90,16 @@ def inputs_of(module: nn.Module, parts: list[str], inputs: Inputs) -> dict[str, 
     return tree_map_only(Tensor, lambda t: torch.zeros(t.size(), dtype=t.dtype), found)
 
 
-def _empty(tensor: Tensor) -> Tensor:
-    # memory that nobody writes to takes none
-    return torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu")
-
-
-def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    with mode:
-        return _empty(tensor)
-
-
 def _without_weights(
-    module: nn.Module, name: str, new: Callable[[Tensor], Tensor]
-) -> tuple[nn.Module, dict[str, Tensor], str]:
-    """Copy a part to the CPU, without hooks of the engine.
+    module: nn.Module, name: str, mode: AbstractContextManager
+) -> tuple[Any, dict[str, Tensor], str]:
+    """Copy a part to the CPU, without hooks of this package.
 
     Args:
         module: see :func:`trace`.
         name: see :func:`trace`.
-        new: makes what stands for a parameter, or for a buffer that state dicts have.
+        mode: in which tensors are made in the place of parameters and of buffers that a state dict
+            has. Nobody writes to them, so without a mode they take no memory either.
 
     Returns:
         the copy, its parameters and buffers by name, and the prefix of the names in ``module``.
@@ -116,13 +107,21 @@ def _without_weights(
     part = module.get_submodule(name)
     memo: dict[int, Any] = {}
     for child in part.modules():
-        for _, parameter in child.named_parameters(recurse=False):
-            empty = nn.Parameter(new(parameter), parameter.requires_grad)
-            memo.setdefault(id(parameter), empty)
-        for key, buffer in child.named_buffers(recurse=False):
-            is_saved = key not in child._non_persistent_buffers_set
-            memo.setdefault(id(buffer), new(buffer) if is_saved else buffer.detach().cpu().clone())
+        own = *child.named_parameters(recurse=False), *child.named_buffers(recurse=False)
+        for key, tensor in own:
+            with mode:
+                new = torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, tensor.requires_grad)
+            elif key in child._non_persistent_buffers_set:
+                new = tensor.detach().cpu().clone()
+            memo.setdefault(id(tensor), new)
     bare = copy.deepcopy(part, memo).eval()
+    for child in bare.modules():
+        for hooks in (child._forward_pre_hooks, child._forward_hooks):
+            for number, hook in list(hooks.items()):
+                if getattr(hook, "func", hook).__module__.startswith(_PACKAGE):
+                    del hooks[number]
     _update_properties(bare, device=torch.device("cpu"))  # `device`, which its code may ask for
     tensors: dict[str, Tensor] = dict(bare.named_parameters(remove_duplicate=False))
     tensors |= bare.named_buffers(remove_duplicate=False)

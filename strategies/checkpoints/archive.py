@@ -7,7 +7,7 @@ import json
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,12 +83,19 @@ class Skeleton:
         return cls(records, _table(pairs, tensors, prefix))
 
     @classmethod
-    def of_script(cls, file: str, tensors: Mapping[str, Tensor], prefix: str) -> Skeleton:
-        """Take what ``torch.jit.save`` has written; see :meth:`of_program`."""
+    def of_script(
+        cls, file: str, tensors: Mapping[str, Tensor], prefix: str, saved: Container[str]
+    ) -> Skeleton:
+        """Take what ``torch.jit.save`` has written, without values of the names in ``saved``.
+
+        The other arguments are as of :meth:`of_program`.
+        """
         pickled = _read(file, "data.pkl".__eq__)["data.pkl"]
-        saved = _Storages(io.BytesIO(pickled)).load().named()
-        weights = _table(((key, f"data/{number}") for key, number in saved), tensors, prefix)
-        return cls(_read(file, lambda name: name not in weights), weights)
+        pairs = [
+            (k, f"data/{number}") for k, number in _Storages(io.BytesIO(pickled)).load().named()
+        ]
+        left_out = {record for key, record in pairs if key in saved}
+        return cls(_read(file, lambda name: name not in left_out), _table(pairs, tensors, prefix))
 
     def write(self, path: Path) -> None:
         """Write the skeleton to a file, which appears when it is complete."""
@@ -154,8 +161,19 @@ class _Number(str):
     """Of the record of a tensor's storage."""
 
 
-class _Storages(pickle.Unpickler):
+_Unpickler: Any = pickle._Unpickler  # Python's, not C's
+
+
+class _Storages(_Unpickler):
     """Reads a scripted module's attributes, a number for each tensor; runs nothing."""
+
+    def load_reduce(self) -> None:
+        """Call a constructor, also that of an enum, whose argument TorchScript puts in no tuple."""
+        arguments = self.stack.pop()
+        is_tuple = isinstance(arguments, tuple)
+        self.stack[-1] = self.stack[-1](*(arguments if is_tuple else (arguments,)))
+
+    dispatch = {**_Unpickler.dispatch, pickle.REDUCE[0]: load_reduce}
 
     def find_class(self, module: str, name: str) -> Any:
         is_tensor = name == "_rebuild_tensor_v2"
