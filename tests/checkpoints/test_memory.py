@@ -4,6 +4,7 @@ them, against the bounds.
 
 import ctypes
 import json
+import tempfile
 import threading
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 from helpers.parity import trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
+from lightning_zero3.callbacks import ModelExport
 from lightning_zero3.strategies.checkpoints.consolidate import consolidate
 
 WIDTH, DEPTH, MIB = 640, 12, 2**20
@@ -168,3 +170,48 @@ def test_bounds(tmp_path):
         assert shards / 2 < found["background"] <= shards + SLACK, "more than one copy, or none"
     [found] = run_ranks(read, 1, str(tmp_path), timeout=100)
     assert found["consolidate"] <= 2 * UNIT + SLACK
+
+
+class Exported(Model):
+    """A model four times as large."""
+
+    def __init__(self):
+        super().__init__(2 * WIDTH)
+        self.example_input_array = torch.ones(2, 2 * WIDTH)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Export(ModelExport):
+    """Notes what its parts cost."""
+
+    def __init__(self, found, **options):
+        super().__init__(every="end", **options)
+        self.found = found
+
+    def prepare(self, runner):
+        with growth(self.found, "check"):
+            super().prepare(runner)
+
+    def export(self, runner):
+        with growth(self.found, "weights"):
+            super().export(runner)
+
+
+def export(rank, world_size, folder):
+    found = {}
+    with tempfile.NamedTemporaryFile(suffix=".pt2") as file:  # what is imported is not the model's
+        program = torch.export.export(nn.Linear(2, 2), (torch.ones(1, 2),))
+        torch.export.save(program, file.name)
+    strategy = zero3(unit_policy=["Linear"])
+    callbacks = [Export(found, dirpath=folder)]
+    trainer(strategy, world_size, callbacks=callbacks).fit(Exported())
+    return found
+
+
+def test_exporting_holds_less_than_a_unit_beside_the_shards(tmp_path):
+    unit = 4 * 2 * WIDTH * (2 * WIDTH + 1)
+    for found in run_ranks(export, 2, tmp_path):
+        assert max(found["check"], found["weights"]) < unit + SLACK, found
+    assert (tmp_path / "model.pt2").stat().st_size > DEPTH * unit > 3 * (unit + SLACK)
