@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import (
     KubeflowEnvironment,
@@ -133,6 +135,7 @@ def identify(plugin: ClusterEnvironment, devices: Devices, request: Request) -> 
 def _make_world(plugin: ClusterEnvironment, devices: Devices, request: Request) -> World:
     """Make the record from what ``plugin``, an environment of the user's own, reports."""
     name = type(plugin).__name__
+    local_world_size, reason = _local_world_size(plugin, request)
     values: dict[str, Any] = {
         "rank": plugin.global_rank(),
         "local_rank": plugin.local_rank(),
@@ -144,13 +147,13 @@ def _make_world(plugin: ClusterEnvironment, devices: Devices, request: Request) 
     world = World(
         launcher=name,
         **values,
-        local_world_size=request.processes,
+        local_world_size=local_world_size,
         device_type=devices.type,
         backend=request.backend or devices.backend,
         why=(
             ("launcher", "Trainer(plugins=...)"),
             *((item, f"{name} says {value}") for item, value in values.items()),
-            ("local_world_size", f"Trainer(devices={request.processes})"),
+            ("local_world_size", reason),
             ("device_type", f"{devices.count} x {devices.type} visible"),
             (
                 "backend",
@@ -162,6 +165,21 @@ def _make_world(plugin: ClusterEnvironment, devices: Devices, request: Request) 
             ),
         ),
     )
-    require_requested(world, request)
+    if local_world_size == request.processes:
+        require_requested(world, request)
     require_devices(world, devices)
     return world
+
+
+def _local_world_size(plugin: ClusterEnvironment, request: Request) -> tuple[int, str]:
+    """Return how many of the plugin's processes are on this node, and what says so.
+
+    Where it has made a process group already, as Ray Train does, the layout is the plugin's, and
+    `devices="auto"` or 1 no contradiction; collective then.
+    """
+    is_one = request.processes * request.nodes == 1
+    if is_one and dist.is_initialized() and dist.get_world_size() == plugin.world_size() > 1:
+        hosts: list[Any] = [None] * plugin.world_size()
+        dist.all_gather_object(hosts, socket.gethostname())
+        return hosts.count(socket.gethostname()), "the hosts of the process group's ranks"
+    return request.processes, f"Trainer(devices={request.processes})"

@@ -230,7 +230,8 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        # where a cluster environment owns the layout, the Trainer may have been given one device
+        return self.parallel_devices[self.local_rank % len(self.parallel_devices)]
 
     @property
     def num_processes(self) -> int:
@@ -245,7 +246,8 @@ class ProcessStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+        assert self.world is not None
+        return {"num_replicas": self.world.world_size, "rank": self.world.rank}
 
     def set_world_ranks(self) -> None:
         """Set this process's ranks in the cluster environment and in the rank-zero utilities."""
