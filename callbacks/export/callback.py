@@ -137,6 +137,8 @@ class ModelExport(Callback):
                 raise
             rank_zero_warn(str(error))
         if is_check:
+            if self._skeletons:
+                rank_zero_info("ModelExport: the model can be exported")
             raise SystemExit(0 if self._skeletons else 1)
 
     def export(self, trainer: Trainer) -> None:

@@ -45,11 +45,7 @@ def write_graph(file: Path) -> None:
     for tensor in model.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             record = f"data/weights/{config[tensor.name]['path_name']}"
-            del tensor.external_data[:]
-            for key, value in (
-                ("location", archive.name),
-                ("offset", reader.get_record_offset(record)),
-                ("length", reader.get_record_size(record)),
-            ):
-                tensor.external_data.add(key=key, value=str(value))
+            place = {"location": archive.name, "offset": str(reader.get_record_offset(record))}
+            for entry in tensor.external_data:
+                entry.value = place.get(entry.key, entry.value)
     file.write_bytes(model.SerializeToString())

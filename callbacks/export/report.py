@@ -24,9 +24,9 @@ known while the model is traced. Keep it a tensor; print and format it in the st
 numpy\\(\\) is not supported|__array__ :: NumPy is not traced. Write it with torch.
 [Cc]annot access data pointer :: Code that needs memory itself (an extension, a deep copy, NumPy) \
 is not traced. Make it a `torch.library.custom_op`, or write it with torch.
-not a known type|Unsupported (?:input|output) type :: `forward` takes and returns tensors, \
-numbers, strings, None, and lists, tuples and dicts of them. Return one of these, or register the \
-class (`torch.export.register_dataclass`).
+not a known type|Unsupported (?:input|output) type|unhashable :: `forward` takes and returns \
+tensors, numbers, strings, None, and lists, tuples and dicts of them. Return one of these, or \
+register the class (`torch.export.register_dataclass`).
 [Cc]onstraints violated|specialized :: A dimension that `dynamic_shapes` calls dynamic has one \
 size in the code. Write sizes as `x.shape[0]` or -1, or call the dimension static.
 dynamic_shapes :: `dynamic_shapes` must have the structure of the inputs: \
