@@ -190,6 +190,23 @@ def test_averages_of_weights_and_what_they_average(devices, tmp_path):
     assert not torch.equal(*found.values())
 
 
+class Noisy(Mlp):
+    def build(self):
+        super().build()
+        self.encoder.append(nn.Dropout(0.5))
+
+
+@pytest.mark.parametrize("format", ["pt2", "torchscript", "onnx"])
+def test_a_run_is_the_same_with_it(format, tmp_path):
+    states = []
+    for callbacks in ([], [ModelExport(format, modules=["encoder"], every="end")]):
+        folder = tmp_path / str(len(callbacks))
+        fit(Noisy(), folder, callbacks=callbacks)
+        states.append(torch.load(folder / "it.ckpt", weights_only=True)["state_dict"])
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
+
+
 class Switched(Mlp):
     """Goes another way after the first step than before."""
 
