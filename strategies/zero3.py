@@ -28,7 +28,7 @@ from .adapters.foreign import log_graphs, mark_sharded
 from .adapters.lightning_callbacks import adapt, move_averages, start_averages
 from .adapters.option_names import refuse_others
 from .checkpoints import CheckpointOptions, CheckpointStrategy
-from .collectives import make_collectives, make_hybrid_collectives
+from .collectives import LocalCollectives, make_collectives, make_hybrid_collectives
 from .data import DataHooks, DataOptions
 from .engine import OffloadKind, UnitPolicy, Zero3Engine, gathered, parse_offload
 from .engine.memory_ledger import by_category, by_unit
@@ -272,9 +272,11 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         ]
         group = dist.group.WORLD if _distributed_is_initialized() else None
         if self._shard_size is None:
-            self._communicator = make_collectives(group, self.root_device, self._offload is None)
+            self._communicator = make_collectives(group, self.root_device)
         else:
             self._communicator = make_hybrid_collectives(self._shard_size, self.root_device)
+        if self._offload is not None and self._communicator.alone:
+            self._communicator = LocalCollectives(alone=False)
         self.connect_watch()
         self._groups = ParamGroups(self.optimizers, self._build_engine, self.root_device)
         self.engine = self._build_engine()

@@ -14,18 +14,14 @@ from .process_group import ComparedCollectives, GroupCollectives, LocalCollectiv
 from .shared_memory import SharedMemoryCollectives
 
 
-def make_collectives(
-    group: dist.ProcessGroup | None, device: torch.device, alone: bool = True
-) -> LocalCollectives:
+def make_collectives(group: dist.ProcessGroup | None, device: torch.device) -> LocalCollectives:
     """Make the communicator for ``group`` (None: a single process) and tensors on ``device``.
-
-    ``alone``: one rank computes with its shards, and nothing is unsharded.
 
     Ranks agree on the host over gloo even beside NCCL, so that they never wait for the device.
     Collective over ``group``.
     """
     if group is None or dist.get_world_size(group) == 1:
-        return LocalCollectives(alone)
+        return LocalCollectives()
     backend = dist.get_backend(group)
     if backend == "gloo" and device.type == "cpu":
         return SharedMemoryCollectives.open(group) or PairwiseCollectives(group)

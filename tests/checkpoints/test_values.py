@@ -43,7 +43,7 @@ def change(rank, world_size, folder, kind):
         }
         with pytest.raises(
             RuntimeError,
-            match="needs the values of 'net.0.weight'.*on_load_checkpoint.*full_state_dict",
+            match="(?s)needs the values of 'net.0.weight'.*on_load_checkpoint.*full_state_dict",
         ):
             runner.save_checkpoint(f"{folder}/refused.ckpt")
     module.save = lambda state: tripled(runner.strategy.full_state_dict())
