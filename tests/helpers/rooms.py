@@ -38,39 +38,39 @@ ROOMS = [
         packages="torch numpy",
         tokens=1_212,
     ),
-    Room("strategies/collectives", "every exchange between ranks", tokens=9_295),
+    Room("strategies/collectives", "every exchange between ranks", tokens=8_307),
     Room(
         "strategies/engine",
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=32_579,
+        tokens=34_258,
     ),
     Room(
         "strategies/state_dicts",
         "values and optimizer state by name",
         "strategies/support strategies/engine",
-        tokens=6_651,
+        tokens=6_642,
     ),
     Room(
         "strategies/optimizers",
         "how an optimizer may step",
         "strategies/collectives strategies/engine",
-        tokens=5_118,
+        tokens=5_181,
     ),
     Room(
         "strategies/launch",
         "how processes find each other",
         "strategies/support strategies/collectives",
         _LIGHTNING,
-        tokens=12_269,
+        tokens=10_959,
     ),
     Room(
         "strategies/data",
         "sharded loaders that resume",
         "strategies/support",
         "torch numpy",
-        tokens=18_353,
+        tokens=18_347,
     ),
     Room(
         "strategies/checkpoints",
@@ -78,21 +78,21 @@ ROOMS = [
         "strategies/support strategies/engine strategies/state_dicts strategies/optimizers"
         " strategies/launch strategies/data",
         f"{_LIGHTNING} safetensors",
-        tokens=16_873,
+        tokens=18_692,
     ),
     Room(
         "strategies/numerics",
         "precision, and the first nan or inf",
         "strategies/support strategies/engine",
         _LIGHTNING,
-        tokens=4_564,
+        tokens=4_654,
     ),
     Room(
         "strategies/liveness",
         "heartbeats and the watchdog",
         "strategies/support strategies/collectives strategies/engine strategies/launch",
         _LIGHTNING,
-        tokens=8_761,
+        tokens=7_759,
     ),
     Room(
         "strategies/evaluation",
@@ -106,7 +106,7 @@ ROOMS = [
         "Lightning's callbacks on shards",
         "strategies/collectives strategies/engine",
         _LIGHTNING,
-        tokens=3_149,
+        tokens=3_304,
     ),
     Room(
         "strategies/zero3",
@@ -115,7 +115,7 @@ ROOMS = [
         " strategies/launch strategies/data strategies/checkpoints strategies/numerics"
         " strategies/liveness strategies/evaluation strategies/adapters",
         _LIGHTNING,
-        tokens=2_758,
+        tokens=2_775,
     ),
     Room(
         "strategies",
@@ -123,36 +123,36 @@ ROOMS = [
         "strategies/collectives strategies/engine strategies/state_dicts strategies/launch"
         " strategies/data strategies/checkpoints strategies/liveness strategies/zero3",
         "lightning",
-        tokens=142,
+        tokens=164,
     ),
     Room(
         "strategies/lightning_zero3",
         "what users import, and its commands",
         "strategies/support strategies/state_dicts strategies",
         "",
-        tokens=330,
+        tokens=356,
     ),
-    Room("callbacks/allocator", "options of the CUDA allocator", packages=_LIGHTNING, tokens=7_185),
+    Room("callbacks/allocator", "options of the CUDA allocator", packages=_LIGHTNING, tokens=7_191),
     Room(
         "callbacks/memory",
         "where memory goes, and who took it",
         "strategies/engine callbacks/allocator",
         _LIGHTNING,
-        tokens=14_432,
+        tokens=14_813,
     ),
     Room(
         "callbacks/timing",
         "where the time of a step goes",
         "strategies/collectives callbacks/memory",
         _LIGHTNING,
-        tokens=1_495,
+        tokens=1_606,
     ),
     Room(
         "callbacks/graphs",
         "the training step as CUDA graphs",
         "strategies/support strategies/collectives strategies/engine strategies/liveness",
         f"{_LIGHTNING} numpy torchmetrics lightning_utilities",
-        tokens=21_099,
+        tokens=21_102,
     ),
     Room(
         "callbacks/cuda_backend",
@@ -166,7 +166,7 @@ ROOMS = [
         "models as programs, out of shards",
         "strategies/checkpoints",
         f"{_LIGHTNING} onnx onnx_ir",
-        tokens=3_640,
+        tokens=3_631,
     ),
     Room(
         "callbacks",
@@ -174,7 +174,7 @@ ROOMS = [
         "callbacks/allocator callbacks/memory callbacks/timing callbacks/graphs"
         " callbacks/cuda_backend callbacks/export",
         "",
-        tokens=194,
+        tokens=207,
     ),
 ]
 
