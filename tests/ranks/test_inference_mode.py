@@ -8,6 +8,7 @@ from helpers.contracts import WIDTH, Block, build
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.collectives import Meeting, PairwiseCollectives
 from lightning_zero3.strategies.engine import gathered
+from lightning_zero3.strategies.engine.streams import Stream
 
 
 class Looking(Block):
@@ -113,7 +114,7 @@ def allocated_in_inference_mode(rank, world_size):
     _, _, engine = build(rank, world_size)
     with torch.inference_mode():
         gradients = engine.gradients.chunks[0].room_for_gradients()
-        tensors = [gradients, engine.reducer._stream.room]
+        tensors = [gradients, Stream(engine.device).room]
         assert gradients._version == 0
     return [tensor.is_inference() for tensor in tensors]
 
