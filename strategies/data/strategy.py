@@ -26,8 +26,8 @@ from .loader import SavedRun, ShardedLoader
 from .options import DataOptions, Stage
 from .shard import shard_dataloader
 
-CHECKPOINT_KEY = "zero3_rng"
-LOADERS_KEY = "zero3_loaders"  # the key of the loaders' states in a checkpoint file
+# Under "loops", where Lightning reads its own keys alone: callbacks and tests look at the others.
+_OWN_KEY = "zero3"
 _LIGHTNINGS_KEY = "combined_loader"  # the key of `_FitLoop.on_save_checkpoint` for these states
 _log = logging.getLogger(__name__)
 _STAGES: dict[str, Stage] = {
@@ -243,26 +243,27 @@ class DataHooks:
     # ---- checkpoints -----------------------------------------------------------------------
 
     def save(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
-        """Add every rank's random states to the checkpoint. A collective: all ranks save.
+        """Add every rank's random states to the checkpoint's loops. A collective: all ranks save.
 
-        The loaders' states move to a key of their own. Other strategies, whose loaders have no
+        The loaders' states move there, too. Other strategies, whose loaders have no
         states, could not resume from a file that has states under Lightning's key.
         """
         states = random_states.gather_states()
-        checkpoint[CHECKPOINT_KEY] = {
+        own: dict[str, Any] = {
             "version": 1,
             "ranks": len(states),
             "states": [*states, *self._extra_rank_states],
         }
+        checkpoint.setdefault("loops", {})[_OWN_KEY] = own
         combined, loop = trainer.fit_loop._combined_loader, _fit_loop_of(checkpoint)
         if _LIGHTNINGS_KEY in loop and len(sharded_loaders(combined)) == len(combined.flattened):
-            checkpoint[LOADERS_KEY] = loop.pop(_LIGHTNINGS_KEY)
+            own["loaders"] = loop.pop(_LIGHTNINGS_KEY)
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Keep the random states until training starts, and give Lightning the loaders' states."""
-        self._saved_rng = checkpoint.get(CHECKPOINT_KEY)
-        if LOADERS_KEY in checkpoint:
-            _fit_loop_of(checkpoint)[_LIGHTNINGS_KEY] = checkpoint[LOADERS_KEY]
+        self._saved_rng = own = checkpoint.get("loops", {}).get(_OWN_KEY)
+        if own and "loaders" in own:
+            _fit_loop_of(checkpoint)[_LIGHTNINGS_KEY] = own["loaders"]
 
     def _restore_rng(self, trainer: Any) -> None:
         saved, self._saved_rng = self._saved_rng, None

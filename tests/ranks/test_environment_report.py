@@ -73,6 +73,7 @@ def test_what_other_ranks_have_does_not_write_to_the_terminal(capsys):
     facts = {"why": {"rank": "RANK=\x07"}, "process": {"rank": "\x1b[2J"}}
     env_command._print_lines({0: facts, 1: {**facts, "process": {"rank": "a\nb"}}}, [], "")
     assert capsys.readouterr().out.splitlines() == [
+        "number of ranks: 2",
         r"process.rank: 0: \x1b[2J  (RANK=\x07)",
         r"process.rank: 1: a\nb  (RANK=\x07)",
     ]
