@@ -22,16 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 from typing_extensions import override
 
+from ..data import add_entries, own_entries
 from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size, run_on_all_ranks
 from ..state_dicts.gather import replace_tensors
 from ..state_dicts.optimizer_state import number_parameters
 from .regions import ParallelSave, Place, Region, allocate, regions_of
 from .storage import begin
 from .zip_file import Piece, changed_records, read_records, share_of_checksums, write_checksums
-
-# Of the parameters in each group of each optimizer, whose state numbers them: in a run whose
-# optimizers are others, state follows names.
-_NAMES = "zero3_optimizer_names"
 
 
 class FileSave(ParallelSave):
@@ -103,16 +100,23 @@ def _pickle_noting(storages: dict[str, torch.UntypedStorage]) -> Any:
 
 
 def number_states(checkpoint: dict[str, Any]) -> None:
-    """Number the parameters of optimizer states, as torch's own do, and save their names beside."""
+    """Number the parameters of optimizer states, as torch's own do, and save their names beside.
+
+    In a run whose optimizers are others, state follows the names.
+    """
     if "optimizer_states" in checkpoint:
         states = checkpoint["optimizer_states"]
-        checkpoint[_NAMES] = [[group["params"] for group in s["param_groups"]] for s in states]
+        names = [[group["params"] for group in state["param_groups"]] for state in states]
+        add_entries(checkpoint, optimizer_names=names)
         checkpoint["optimizer_states"] = [number_parameters(state) for state in states]
 
 
 def named_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the optimizer states of a loaded checkpoint, with names where it says them."""
-    states, all_names = checkpoint["optimizer_states"], checkpoint.get(_NAMES, [])
+    states, all_names = (
+        checkpoint["optimizer_states"],
+        own_entries(checkpoint).get("optimizer_names", []),
+    )
     if len(states) != len(all_names):
         return states
     result = []

@@ -18,9 +18,11 @@ from .loader import ShardedLoader, skip_first_batches
 from .no_batch import NoBatch
 from .options import DataOptions, Stage
 from .shard import shard_dataloader
-from .strategy import DataHooks
+from .strategy import DataHooks, add_entries, own_entries
 
 __all__ = [
+    "add_entries",
+    "own_entries",
     "DataHooks",
     "DataOptions",
     "NoBatch",

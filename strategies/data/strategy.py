@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -26,8 +27,6 @@ from .loader import SavedRun, ShardedLoader
 from .options import DataOptions, Stage
 from .shard import shard_dataloader
 
-# Under "loops", where Lightning reads its own keys alone: callbacks and tests look at the others.
-_OWN_KEY = "zero3"
 _LIGHTNINGS_KEY = "combined_loader"  # the key of `_FitLoop.on_save_checkpoint` for these states
 _log = logging.getLogger(__name__)
 _STAGES: dict[str, Stage] = {
@@ -36,6 +35,20 @@ _STAGES: dict[str, Stage] = {
     "test": "test",
     "predict": "predict",
 }
+
+
+def own_entries(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what zero3 has added to a checkpoint.
+
+    It lies under "loops", where Lightning reads its own keys alone. The keys of the checkpoint
+    itself are those that it has of one device.
+    """
+    return checkpoint.get("loops", {}).get("zero3", {})
+
+
+def add_entries(checkpoint: dict[str, Any], **entries: Any) -> None:
+    """Add to :func:`own_entries`."""
+    checkpoint.setdefault("loops", {}).setdefault("zero3", {}).update(entries)
 
 
 class DataHooks:
@@ -249,20 +262,17 @@ class DataHooks:
         states, could not resume from a file that has states under Lightning's key.
         """
         states = random_states.gather_states()
-        own: dict[str, Any] = {
-            "version": 1,
-            "ranks": len(states),
-            "states": [*states, *self._extra_rank_states],
-        }
-        checkpoint.setdefault("loops", {})[_OWN_KEY] = own
+        ranks = [*states, *self._extra_rank_states]
+        add_entries(checkpoint, rng={"version": 1, "ranks": len(states), "states": ranks})
         combined, loop = trainer.fit_loop._combined_loader, _fit_loop_of(checkpoint)
         if _LIGHTNINGS_KEY in loop and len(sharded_loaders(combined)) == len(combined.flattened):
-            own["loaders"] = loop.pop(_LIGHTNINGS_KEY)
+            add_entries(checkpoint, loaders=loop.pop(_LIGHTNINGS_KEY))
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Keep the random states until training starts, and give Lightning the loaders' states."""
-        self._saved_rng = own = checkpoint.get("loops", {}).get(_OWN_KEY)
-        if own and "loaders" in own:
+        own = own_entries(checkpoint)
+        self._saved_rng = own.get("rng")
+        if "loaders" in own:
             _fit_loop_of(checkpoint)[_LIGHTNINGS_KEY] = own["loaders"]
 
     def _restore_rng(self, trainer: Any) -> None:

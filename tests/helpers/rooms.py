@@ -70,7 +70,7 @@ ROOMS = [
         "sharded loaders that resume",
         "strategies/support",
         "torch numpy",
-        tokens=18_347,
+        tokens=18_447,
     ),
     Room(
         "strategies/checkpoints",
@@ -78,7 +78,7 @@ ROOMS = [
         "strategies/support strategies/engine strategies/state_dicts strategies/optimizers"
         " strategies/launch strategies/data",
         f"{_LIGHTNING} safetensors",
-        tokens=18_692,
+        tokens=18_708,
     ),
     Room(
         "strategies/numerics",
