@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -481,6 +482,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         old_engine, self.engine = self.engine, self._groups.apply_edits(self.engine)
         if self.engine is not old_engine:
             move_averages(self._callbacks, old_engine, self.engine)
+            del old_engine
+            gc.collect()  # modules and engines hold each other: two would have their shards
 
     def memory_ledger(self, per_unit: bool = False) -> dict[str, Any]:
         """Return bytes on this rank by category.

@@ -37,7 +37,7 @@ from .chunk import Chunk, Entry
 from .engine import Zero3Engine
 from .graph_replay import ReplayedStep, unit_around
 from .host_steps import FUSED, HostShards
-from .offload import Offload, OffloadKind, Worker, parse_offload
+from .offload import Offload, OffloadKind, parse_offload
 from .partition import UnitPolicy, find_units
 from .sharded import ResidencyError, ShardedParameter, is_sharded, owner_or_none
 from .stepping import SCALARS, Engine, OptimizerStep, StandIns, State
@@ -61,7 +61,6 @@ __all__ = [
     "State",
     "Unit",
     "UnitPolicy",
-    "Worker",
     "Zero3Engine",
     "compare_notes",
     "find_units",

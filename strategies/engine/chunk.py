@@ -106,6 +106,13 @@ class Chunk:
         """What it keeps of values."""
         return [self.values]
 
+    def settle(self) -> None:
+        """Wait until what was given to the host to do here is done."""
+
+    def read(self) -> Tensor:
+        """[shard], the values, which are not written to."""
+        return self.values
+
     def begin_write(self) -> None:
         """Its values, or parts of it, are going to be written to."""
 

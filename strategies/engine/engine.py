@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -34,7 +35,7 @@ from .initial_values import Initializer
 from .isolation import apart
 from .layout import ArenaLayout
 from .module_tree import Structure
-from .offload import Host, HostChunk, Offload, Worker
+from .offload import Host, HostChunk, Offload, start_worker
 from .partition import UnitPolicy, find_units
 from .reduction import Reducer
 from .saved_tensors import SavedTensors, hooks_refused
@@ -98,7 +99,7 @@ class Zero3Engine:
         loaded: Container[str] = (),
         offload: Offload | None = None,
         streams: Callable[[torch.device], Stream] = Stream,
-        worker: Callable[[], Worker] = Worker,
+        worker: Callable[[torch.device], Executor] = start_worker,
     ) -> None:
         self.device, self.collectives = device, collectives
         trained = trained_parameters(model, optimizers)
@@ -112,7 +113,7 @@ class Zero3Engine:
         self.trained_ids = trained
         check_memory(model)
         check_same_structure(self.units, model, optimizers, collectives)
-        self.host = Host(offload, hosted, device, worker()) if offload and hosted else None
+        self.host = Host(offload, hosted, device, worker(device)) if offload and hosted else None
         initializer = Initializer(model, loaded)
         initializer.fill_buffers(model)
         earlier = owners_of(model.parameters())

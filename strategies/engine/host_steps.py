@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -34,7 +33,6 @@ class HostShards(StandIns):
     def __init__(self, engine: Engine, step: OptimizerStep) -> None:
         super().__init__(engine)
         self._step = step
-        self._tickets: list[Future[None]] = []
 
     def load(self, groups: Sequence[Sequence[Entry]]) -> None:
         """See :meth:`StandIns.load`; each unit's are loaded as it is stepped on."""
@@ -52,7 +50,8 @@ class HostShards(StandIns):
         work: dict[Chunk, list[tuple[Options, list[Entry]]]] = defaultdict(list)
         for group, entries in zip(optimizer.param_groups, groups, strict=True):
             options = {
-                key: value.clone() if isinstance(value, Tensor) else value
+                # hazard: a kernel of the host would read one that is still being copied
+                key: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
                 for key, value in group.items()
                 if key != "params"
             }
@@ -64,15 +63,15 @@ class HostShards(StandIns):
         for chunk in sorted(work, key=lambda chunk: chunk.entries[0].unit):
             step = partial(self._change, work[chunk], state, scaling)
             if isinstance(chunk, HostChunk):
-                self._tickets.append(chunk.step_with(step))
+                chunk.step_with(step)
             else:
                 step(chunk.room_for_gradients())
 
     def finish(self) -> None:
         """See :meth:`StandIns.finish`."""
-        tickets, self._tickets = self._tickets, []
-        for ticket in tickets:
-            ticket.result()
+        for unit in self.engine.units:
+            for chunk in unit.chunks:
+                chunk.settle()
 
     def _change(
         self,
@@ -91,8 +90,9 @@ class HostShards(StandIns):
                 entry.shard.grad = entry.part_of(gradients)
             shards: list[nn.Parameter] = [entry.shard for entry in entries]
             if shards[0].device.type == "cpu" and shards[0].is_floating_point():
-                options = {**options, "fused": True, "foreach": False}
+                options = {**options, "fused": True, "foreach": False, "differentiable": False}
             optimizer.param_groups.append({**options, "params": shards})
-        optimizer.step()
+        step: Any = type(its).step
+        step.__wrapped__(optimizer)  # past hooks on all optimizers: they have run
         for shard in (entry.shard for _, entries in groups for entry in entries):
             shard.grad = None

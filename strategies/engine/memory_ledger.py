@@ -51,7 +51,7 @@ def by_unit(engine: Zero3Engine, optimizers: Sequence[Optimizer]) -> dict[str, i
     states = {p: _nbytes(state) for o in optimizers for p, state in engine.states(o).items()}
     return {
         unit.name: sum(
-            chunk.values.nbytes + (0 if chunk.gradients is None else chunk.gradients.nbytes)
+            chunk.shards()[0].nbytes + (0 if chunk.gradients is None else chunk.gradients.nbytes)
             for chunk in unit.chunks
         )
         + sum(states.get(entry.shard, 0) for entry in unit.entries)

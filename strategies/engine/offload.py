@@ -12,10 +12,11 @@ device goes on; whoever looks at values, gradients or optimizer state waits for 
 
 from __future__ import annotations
 
+import mmap
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -78,17 +79,12 @@ def parse_offload(value: str | int | None) -> Offload | None:
     return Offload("parameters", int(float(found[1]) * units[found[2]]))
 
 
-class Worker:
-    """A thread of the host, which does one thing after another."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "zero3-host-worker")
-
-    def run(self, work: Callable[[], None]) -> Future[None]:
-        """Do ``work`` when all that was given before is done; `result()` waits for it, and raises
-        what it has raised.
-        """
-        return self._thread.submit(work)
+def start_worker(device: torch.device) -> Executor:
+    """A thread of the host that does one thing after another."""
+    # hazard: a thread's own device is the first one, where waiting for an event of another would
+    # make a context
+    set_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    return ThreadPoolExecutor(1, "zero3-host-worker", initializer=set_device)
 
 
 class HostMemory:
@@ -99,7 +95,10 @@ class HostMemory:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._slab, self._taken = torch.empty(nbytes, dtype=torch.uint8, device="cpu"), 0
+        # hazard: loaders fork. Shared pages stay where the device has them; of private ones the
+        # process would get other ones as it writes, or each fork a copy.
+        self._slab = torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)
+        self._taken = 0
         if device.type == "cuda" and nbytes:
             runtime, start = torch.cuda.cudart(), self._slab.data_ptr()
             code = int(runtime.cudaHostRegister(start, nbytes, 0))
@@ -125,16 +124,18 @@ class Host:
     Args:
         chunks: all that live there.
         device: that computes.
-        worker: does the host's work.
+        worker: does the host's work, in order.
     """
 
     def __init__(
-        self, offload: Offload, chunks: Sequence[HostChunk], device: torch.device, worker: Worker
+        self, offload: Offload, chunks: Sequence[HostChunk], device: torch.device, worker: Executor
     ) -> None:
         self.kind, self.device, self.worker = offload.kind, device, worker
         for chunk in chunks:
             chunk.host = self
-        room = max((chunk.layout.shard_numel for chunk in chunks if chunk.trained), default=0) * 8
+        room = max(
+            chunk.layout.shard_numel * max(8, chunk.master_dtype.itemsize) for chunk in chunks
+        )
         sizes = [nbytes for chunk in chunks for nbytes in chunk.sizes(self)] + [room] * 2
         self.nbytes = sum(round_up(size, REGION_BYTES) for size in sizes)
         self.memory = HostMemory(self.nbytes, device)
@@ -176,16 +177,17 @@ class HostChunk(Chunk):
     unit = ""  # its name
     _ticket: Future[None] | None = None  # what the worker has to do
     _read: Any = None  # the end of the last copy from its memory
-    _sent: Tensor | None = None  # [shard] what unshards send, unless that is the values
-    _is_stale = True  # `_sent` is not of the values as they are
+    _rounded: Tensor | None = None  # [shard] the values in the dtype that is sent, if another
+    _sent: Tensor | None = None  # [shard] on the device, with "optimizer"
+    _is_rounded = False  # `_rounded` is of the values as they are
+    _is_sent = False  # so is `_sent`
 
     def sizes(self, host: Host) -> list[int]:
         """Bytes of each tensor that it has in host memory."""
         numel = self.layout.shard_numel
         sizes = [numel * self.master_dtype.itemsize] * (2 if self.trained else 1)
-        if host.kind == "parameters" and self.wire_dtype != self.master_dtype:
-            sizes.append(numel * self.wire_dtype.itemsize)
-        return sizes
+        rounds = self.wire_dtype != self.master_dtype
+        return [*sizes, numel * self.wire_dtype.itemsize] if rounds else sizes
 
     def own(self, values: Tensor, rank: int) -> None:
         """See :meth:`Chunk.own`."""
@@ -195,23 +197,23 @@ class HostChunk(Chunk):
         self._values.copy_(values)
         if self.trained:
             self._gradients = take(numel, self.master_dtype)
+        if self.wire_dtype != self.master_dtype:
+            self._rounded = take(numel, self.wire_dtype)
         if self.host.kind == "optimizer":
             self._sent = torch.empty(numel, dtype=self.wire_dtype, device=self.host.device)
-        elif self.wire_dtype != self.master_dtype:
-            self._sent = take(numel, self.wire_dtype)
         self._find_parts(self._values, rank)
 
     def shards(self) -> list[Tensor]:
         """See :meth:`Chunk.shards`."""
-        return [self._values] if self._sent is None else [self._values, self._sent]
+        return [t for t in (self._values, self._rounded, self._sent) if t is not None]
 
     # ---------------------------------------------------------------------------------- who waits
 
     def settle(self) -> None:
-        """Wait until the worker has done what it has to do here."""
+        """See :meth:`Chunk.settle`; an error of the worker stays one."""
         if (ticket := self._ticket) is not None:
-            self._ticket = None
             ticket.result()
+            self._ticket = None
 
     def _require_quiet(self) -> None:
         if self._read is not None:
@@ -223,7 +225,12 @@ class HostChunk(Chunk):
         """See :meth:`Chunk.begin_write`."""
         self.settle()
         self._require_quiet()
-        self._is_stale = True
+        self._is_rounded = self._is_sent = False
+
+    def read(self) -> Tensor:
+        """See :meth:`Chunk.read`."""
+        self.settle()
+        return self._values
 
     @property
     def values(self) -> Tensor:  # type: ignore[override]
@@ -243,11 +250,11 @@ class HostChunk(Chunk):
         return self._gradients
 
     def _run(self, work: Callable[[], None]) -> Future[None]:
-        before, self._ticket = self._ticket, None
+        before = self._ticket
 
         def named() -> None:
             if before is not None:
-                before.result()
+                before.result()  # has failed, perhaps
             try:
                 with torch.no_grad():
                     work()
@@ -257,7 +264,7 @@ class HostChunk(Chunk):
                     f" ({type(error).__name__}: {error})."
                 ) from error
 
-        self._ticket = self.host.worker.run(named)
+        self._ticket = self.host.worker.submit(named)
         return self._ticket
 
     # ------------------------------------------------------------------------------------- unshard
@@ -265,28 +272,31 @@ class HostChunk(Chunk):
     @property
     def source(self) -> Tensor:
         """See :attr:`Chunk.source`."""
-        return self._values if self._sent is None else self._sent
+        on_host = self._values if self._rounded is None else self._rounded
+        return on_host if self._sent is None else self._sent
 
     def begin_load(self) -> None:
         """What :meth:`load` and the unshard read is there; on the host."""
         self.settle()  # hazard: sending values of before the step
-        if self._sent is not None and self.host.kind == "parameters" and self._is_stale:
+        if not self._is_rounded:
             self._require_quiet()
             self._round()
 
     def load(self) -> None:
         """In the stream of unshards: the device gets what has changed."""
-        if self.host.kind == "optimizer" and self._is_stale:
-            self._round()
+        if self._sent is not None and not self._is_sent:
+            on_host = self._values if self._rounded is None else self._rounded
+            self._sent.copy_(on_host, non_blocking=True)
+            self._is_sent = True
 
     def end_load(self, mark: Any) -> None:
         """The copies end at ``mark``."""
         self._read = mark
 
     def _round(self) -> None:
-        assert self._sent is not None
-        self._sent.copy_(self._values, non_blocking=True)
-        self._is_stale = False
+        if self._rounded is not None:
+            self._rounded.copy_(self._values)
+        self._is_rounded, self._is_sent = True, False
 
     # -------------------------------------------------------------------------------------- reduce
 
@@ -300,16 +310,16 @@ class HostChunk(Chunk):
         room, target = self.host.take_room(self.layout.shard_numel, dtype)
         return Arrival(self, target, scale, room)
 
-    def step_with(self, work: Callable[[Tensor], None]) -> Future[None]:
+    def step_with(self, work: Callable[[Tensor], None]) -> None:
         """Let the worker change the values by ``work``, which gets the gradients."""
         read, self._read = self._read, None
-        return self._run(partial(self._step, work, read))
+        self._run(partial(self._step, work, read))
 
     def _step(self, work: Callable[[Tensor], None], read: Any) -> None:
         if read is not None:
             self.streams[0].wait(read)  # hazard: as in `_require_quiet`
         work(self._gradients)
-        self._is_stale = True
+        self._round()
 
 
 @dataclass

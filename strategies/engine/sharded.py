@@ -352,7 +352,8 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """``func`` of whole values. What it writes to them is stored."""
     targets = instances(written(func, args, kwargs), _Sharded)
     for target in targets:
-        if target.requires_grad and torch.is_grad_enabled():
+        is_initialised = getattr(func, "__module__", "") == "torch.nn.init"  # without gradients
+        if target.requires_grad and torch.is_grad_enabled() and not is_initialised:
             raise RuntimeError(
                 f"a leaf Variable that requires grad is being used in an in-place operation: {name}"
                 f" of {value_of(target).what}. Do it under `torch.no_grad()`."

@@ -373,11 +373,12 @@ class OptimizerStep:
 
     def _swap(self, groups: list[list[Entry]], stand_ins: StandIns) -> None:
         self.take_state()
+        state = self.state  # waits for the host, which may have failed
         self._groups = groups
         for group, its in zip(self.optimizer.param_groups, stand_ins.of(groups), strict=True):
             self._parameters.append(group["params"][:])
             group["params"][:] = its
-        self.optimizer.state = self.state  # type: ignore[assignment]
+        self.optimizer.state = state  # type: ignore[assignment]
 
     def take_state(self) -> None:
         """What users have set in `optimizer.state`, or put in its place, becomes known; local."""

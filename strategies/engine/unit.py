@@ -454,7 +454,7 @@ class Unit:
         """Name -> full master value, in memory of its own; collective."""
         if self.announce is not None:
             self.announce(self, Exchange.VALUES)
-        return self.full(lambda chunk: chunk.values)
+        return self.full(Chunk.read)
 
     def gradients(self) -> dict[str, Tensor]:
         """Name -> full reduced gradient, or anything where there is none; collective."""

@@ -237,7 +237,7 @@ class FiniteCheck:
 
     def _report(self, found: list[_Finding]) -> _Report:
         first = min(found, default=_Finding(4, 0, self._communicator.global_rank, "", 0.0))
-        weights = self._find_nonfinite(lambda chunk: chunk.values)
+        weights = self._find_nonfinite(lambda chunk: chunk.read())
         gradients = self._find_nonfinite(lambda chunk: chunk.gradients if chunk.has_sums else None)
         # One rank alone sends no gradients, so the reducer shows none of a unit. Of the units with
         # such gradients the last one of the forward had them first.

@@ -218,8 +218,12 @@ def _unscale_for(optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
     if scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.UNSCALED:
         scaler.unscale_(optimizer)
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    # The count is summed over ranks, and fused kernels skip at exactly 1.
-    found.update({device: ranks.clamp(max=1).reshape(()) for device, ranks in found.items()})
+    # The count is summed over ranks, and `GradScaler.step` sums it over devices (offload has two);
+    # fused kernels skip at exactly 1.
+    device = next(iter(found))
+    total = torch.stack([ranks.reshape(()).to(device) for ranks in found.values()]).sum()
+    found.clear()
+    found[device] = total.clamp(max=1)
 
 
 def global_norm(grads: list[Tensor], sum_over_ranks: SumOverRanks) -> Tensor:

@@ -127,7 +127,8 @@ class WholeParameters(StandIns):
     def load_state(self, state: dict[Any, State], by_name: Mapping[str, State]) -> None:
         """Take this rank's part of a full state."""
         for name in self.owned.keys() & by_name.keys():
-            state[self.owned[name]] = self._placed(by_name[name])
+            p = self.owned[name]
+            state[p] = _placed(by_name[name], p.device)
 
     def names_with_state(self, state: Mapping[Any, State]) -> set[str]:
         """See :meth:`StandIns.names_with_state`."""
@@ -147,22 +148,24 @@ class WholeParameters(StandIns):
                 found[key] = collectives.broadcast(
                     value.to(self.engine.device).contiguous().clone(), owner
                 )
-        return self._placed(found)
+        return _placed(found, self.engine.device)
 
     def cut_state(self, entry: Entry, whole: State, state: dict[Any, State]) -> None:
         """See :meth:`StandIns.cut_state`."""
         if entry.name in self.owned:
-            state[self.owned[entry.name]] = self._placed(whole)
+            p = self.owned[entry.name]
+            state[p] = _placed(whole, p.device)
 
-    def _placed(self, state: State) -> State:
-        # As `Optimizer._process_value_according_to_param_policy` of torch does it; no optimizer of
-        # torch that steps on whole tensors keeps counts on the device.
-        return {
-            key: value.to("cpu" if key == "step" else self.engine.device, copy=True)
-            if isinstance(value, Tensor)
-            else value
-            for key, value in state.items()
-        }
+
+def _placed(state: State, device: torch.device) -> State:
+    # As `Optimizer._process_value_according_to_param_policy` of torch does it; no optimizer of
+    # torch that steps on whole tensors keeps counts on the device.
+    return {
+        key: value.to("cpu" if key == "step" else device, copy=True)
+        if isinstance(value, Tensor)
+        else value
+        for key, value in state.items()
+    }
 
 
 def assign_owners(numels: Mapping[str, int], world_size: int) -> dict[str, int]:

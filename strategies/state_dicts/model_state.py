@@ -22,7 +22,7 @@ class TensorSource(Protocol):
 
 def own_values(chunk: Chunk) -> Tensor:
     """Return the shard of the module's own values."""
-    return chunk.values
+    return chunk.read()
 
 
 def sliced_state_dict(

@@ -76,12 +76,12 @@ class Ticket:
 
 
 class LateWorker:
-    """As :class:`lightning_zero3.strategies.engine.Worker`."""
+    """As the worker of an engine; its work is done as late."""
 
-    def __init__(self):
+    def __init__(self, device):
         self.queue = Queue()
 
-    def run(self, work):
+    def submit(self, work):
         def noted():
             try:
                 work()

@@ -7,13 +7,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from helpers.models import TinyLm, make, part, tokens
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.collectives import LocalCollectives, make_collectives
 from lightning_zero3.strategies.engine import (
     Offload,
-    Worker,
     Zero3Engine,
     host_steps,
     offload,
@@ -21,7 +21,7 @@ from lightning_zero3.strategies.engine import (
     unit,
 )
 from lightning_zero3.strategies.engine.layout import ChunkLayout
-from lightning_zero3.strategies.engine.offload import Host, HostChunk
+from lightning_zero3.strategies.engine.offload import Host, HostChunk, start_worker
 from lightning_zero3.strategies.engine.streams import Stream
 from lightning_zero3.strategies.optimizers.param_groups import ParamGroups
 from offload.late_device import LateStream, LateWorker
@@ -35,15 +35,13 @@ OPTIMIZERS = {
 }
 
 
-def train(rank, world_size, where, late, optimizer="adamw", steps=6, micro=1, bf16=False):
-    """Losses, weights and optimizer state."""
+def build(world_size, where, late, optimizer="adamw", bf16=False):
     model = make(lambda: TinyLm(depth=3))
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1]},
         {"params": [p for p in model.parameters() if p.dim() <= 1], "lr": 0.02},
     ]
     optimizer = OPTIMIZERS[optimizer](groups)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     if world_size > 1:
         collectives = make_collectives(dist.group.WORLD, CPU)
     else:
@@ -57,18 +55,30 @@ def train(rank, world_size, where, late, optimizer="adamw", steps=6, micro=1, bf
         wire_dtype=(lambda name, p: torch.bfloat16) if bf16 else (lambda name, p: torch.float32),
         offload=where,
         streams=LateStream if late else Stream,
-        worker=LateWorker if late else Worker,
+        worker=LateWorker if late else start_worker,
     )
     ParamGroups([optimizer], lambda: engine, CPU).start(engine)
+    return engine, optimizer, model
+
+
+def step(engine, model, batch):
+    """A micro-batch, and its loss."""
+    with engine.step():
+        loss = model.loss(batch)
+    with engine.backward():
+        loss.backward()
+    return loss.item()
+
+
+def train(rank, world_size, where, late, optimizer="adamw", steps=6, micro=1, bf16=False):
+    """Losses, weights and optimizer state."""
+    engine, optimizer, model = build(world_size, where, late, optimizer, bf16)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     losses = []
     for batch in tokens(steps):
         for number in range(micro):
             its = tuple(t.chunk(micro)[number] for t in part(batch, rank, world_size))
-            with engine.step():
-                loss = model.loss(its)
-            with engine.backward():
-                loss.backward()
-            losses.append(loss.item())
+            losses.append(step(engine, model, its))
         losses.append(model.head.weight.grad.norm().item())
         optimizer.step()
         schedule.step()
@@ -123,7 +133,7 @@ WAITS = [
     (offload, "room.ticket.result()  # hazard: sums that arrive"),
     (offload, "self.settle()  # hazard: sending values"),
     (offload, "self.chunk.streams[1].wait(mark)  # hazard: reading sums"),
-    (host_steps, "ticket.result()"),
+    (host_steps, "chunk.settle()"),
     (unit, "self._stream.join(self._filled)"),
     (reduction, "self._stream.join(self._mark)"),
 ]
@@ -187,13 +197,13 @@ def test_memory_that_is_still_read_is_not_written_to(act):
     entry = SimpleNamespace(trained=True, part_of=lambda shard: shard)
     wire = torch.bfloat16 if act == "round" else torch.float32
     chunk = HostChunk([entry], ChunkLayout.build([8], 1, 2), torch.float32, wire, torch.float32)
-    Host(Offload("parameters"), [chunk], CPU, LateWorker())
+    Host(Offload("parameters"), [chunk], CPU, LateWorker(CPU))
     chunk.own(torch.ones(8), 0)
     chunk.streams = Copies(), Copies()
     chunk.begin_load()
     chunk.end_load("copied")
     assert not chunk.streams[0].waited
-    if act == "write":
+    if act != "step":
         chunk.values.zero_()
     else:
         at_the_step = []
@@ -208,13 +218,41 @@ def test_memory_that_is_still_read_is_not_written_to(act):
         assert chunk.streams[0].waited == ["copied"]
 
 
+class Broken(Exception):
+    """An error of the test's."""
+
+
 def fail(rank, world_size):
-    """What the worker raises reaches the training, with the unit's name."""
+    """What the worker raises reaches the training, with the unit's name, and stays an error."""
     for late in (True, False):
-        with pytest.raises(RuntimeError, match=r"host's work on unit .* failed \(TypeError"):
-            with patch.object(host_steps.HostShards, "_change", lambda self: None):
-                train(rank, world_size, Offload("optimizer"), late)
+        engine, optimizer, model = build(world_size, Offload("optimizer"), late)
+        step(engine, model, tokens(1)[0])
+        with patch.object(host_steps.HostShards, "_change", side_effect=Broken):
+            optimizer.step()
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match=r"host's work on unit .* failed \(Broken"):
+                    model.head.weight.norm()
+        with pytest.raises(RuntimeError, match="failed"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="failed"):
+            len(optimizer.state)
 
 
 def test_an_error_of_the_worker_is_raised():
     run_ranks(fail, 1, timeout=60)
+
+
+def call_hooks(rank, world_size):
+    """A hook on all optimizers is called once in a step."""
+    calls = []
+    handle = register_optimizer_step_post_hook(lambda *_: calls.append(1))
+    engine, optimizer, model = build(world_size, Offload("parameters"), False)
+    step(engine, model, tokens(1)[0])
+    optimizer.step()
+    model.head.weight.norm()
+    handle.remove()
+    return calls
+
+
+def test_hooks_on_all_optimizers():
+    assert run_ranks(call_hooks, 1, timeout=60) == [[1]]
