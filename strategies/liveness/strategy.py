@@ -35,6 +35,7 @@ _ACTIVITIES = {
     "save_checkpoint": Activity.SAVING,
     "_dump_checkpoint": Activity.SAVING,
     "load_checkpoint": Activity.LOADING,
+    "on_train_start": Activity.BETWEEN,  # the first batch is loaded after it
     "on_train_batch_start": Activity.BETWEEN,
 }
 

@@ -118,6 +118,13 @@ reached, or so long after the start. *Seconds* are from the signal to the end of
 killed when the others have ended, and a run that is stopped for a while, or that ends as it should, goes on. *Codes* are those
 of the disturbed main process and of the run that goes on from `ckpt_path="last"`, *left* the processes 30 seconds after the
 signal, and *weights* those at the end, compared bitwise with the run that nobody disturbed.
+
+Before Python 3.10.15 and 3.11.10 a round may stand still, as any run on gloo may, under `ddp` too: a loader's worker never comes
+out of `os.fork()`. A thread of gloo that drops the last reference to a tensor of Python's makes a thread state for that; a child
+that is forked at that moment inherits the interpreter's lock on the list of these as taken, and waits for it before it has run
+a line (python/cpython#112275). With that moment stretched to 0.3 s (by a library that is loaded first and sleeps in
+`PyThread_get_thread_native_id`), `ddp` on two ranks stood still in its first epoch, zero3 in its first to sixteenth, and
+gdb showed the workers of both in `_PyThreadState_DeleteExcept`, called from `PyOS_AfterFork_Child`. The watch names the rank.
 """
 RESTARTS = (
     "Where an attempt has begun to train: at these steps, told of each rank where they differ."

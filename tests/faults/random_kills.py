@@ -6,7 +6,7 @@ Two ranks that the Trainer starts train with loader workers, noise from all gene
 and a validation inside the epoch, and save every third step. A round ends well if after 30 seconds
 no process is left (but those that are stopped for good, which nothing but SIGKILL ends), and the
 run that goes on from `ckpt_path="last"` ends with bitwise the same weights. A table of all rounds
-comes last.
+comes last. Before Python 3.10.15 and 3.11.10 a round may stand still; docs/FAULTS.md says why.
 """
 
 import faulthandler

@@ -103,17 +103,28 @@ def doze(module):
         time.sleep(4)
 
 
-def be_slow(rank, world_size):
+def be_slow(rank, world_size, stage, hook):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        run(world_size, "test", "on_test_batch_end", doze)
+        run(world_size, stage, hook, doze)
     return [str(warning.message) for warning in told]
 
 
+def told_of_slow(stage, hook):
+    said = run_ranks(be_slow, 2, stage, hook, timeout=90)[0]
+    return next((text for text in said if "holds the others up" in text), "")
+
+
 def test_a_slow_rank_of_a_test_is_named():
-    told = [text for text in run_ranks(be_slow, 2, timeout=90)[0] if "holds the others up" in text]
-    assert told and told[0].startswith("Rank 1 ") and "most often in test, between" in told[0]
-    assert "step" not in told[0].replace("test_stages", "")
+    told = told_of_slow("test", "on_test_batch_end")
+    assert told.startswith("Rank 1 ") and "most often in test, between" in told
+    assert "step" not in told.replace("test_stages", "")
+
+
+def test_a_rank_that_is_slow_before_its_first_batch_is_named():
+    told = told_of_slow("fit", "on_train_epoch_start")  # where the loop asks for the first batch
+    assert told.startswith("Rank 1 ") and "most often in the loop between steps (loading" in told
+    assert "it is at step 0 now" in told
 
 
 def fail(rank, world_size):
