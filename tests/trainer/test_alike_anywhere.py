@@ -126,9 +126,17 @@ def generate(module):
     return found
 
 
+def initialise(module):
+    """`torch.nn.init` turns gradients off itself."""
+    torch.manual_seed(7)
+    torch.nn.init.normal_(module.model.head.weight)
+    module.model.head.reset_parameters()
+    return module.model.head.weight.norm().item(), module.model.head.bias.sum().item()
+
+
 USES = {
     use.__name__: use
-    for use in (norms, moments, sub_module, deep_copy, state_dict, clamp, generate)
+    for use in (norms, moments, sub_module, deep_copy, state_dict, clamp, generate, initialise)
 }
 PLACES = (
     "on_train_batch_end",
