@@ -100,7 +100,7 @@ def test_a_collective_of_one_rank_is_told(stage, hook, act, where, capsys):
 
 def doze(module):
     if module.global_rank == 1:
-        time.sleep(4)
+        time.sleep(6)
 
 
 def be_slow(rank, world_size, stage, hook):
