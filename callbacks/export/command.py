@@ -48,6 +48,17 @@ def run(arguments: argparse.Namespace) -> int:
         raise CheckpointError("export: give a checkpoint and the file to write, or --check SCRIPT.")
     out: Path = arguments.out
     skeleton = arguments.skeleton or arguments.checkpoint.with_name(f"model{out.suffix}.skeleton")
+    if not skeleton.is_file():
+        raise CheckpointError(
+            f"export: {skeleton} is not there: a run with ModelExport leaves one beside its"
+            " checkpoints. Name it by --skeleton, or train with the callback."
+        )
+    suffix = Path(skeleton.stem).suffix
+    if skeleton.suffix == ".skeleton" and suffix != out.suffix:
+        raise CheckpointError(
+            f"export: {skeleton} is of a {suffix} file, and {out} is to be another. Name the file"
+            f" to write *{suffix}, or another skeleton."
+        )
     archive = archive_of(out)
     export_checkpoint(arguments.checkpoint, Skeleton.read(skeleton), archive, not arguments.current)
     if out.suffix == ".onnx":

@@ -359,8 +359,8 @@ class Watch:
             self._give_verdict(
                 rank,
                 f"Rank {rank} has ended its run before the others, after {place.moment}."
-                " All ranks must take the same number of steps; look for loaders of different"
-                " length.",
+                "\nAll ranks must take the same number of steps; look for loaders of different"
+                " length, and for what another rank does alone (`strategy.gathered` is for that).",
             )
 
     def _record_end(self, rank: int, place: Place, message: str | None) -> None:

@@ -300,6 +300,11 @@ def test_what_the_command_cannot_do(tmp_path, capsys):
         (["export", checkpoint, str(tmp_path / "out.onnx")], "model.onnx.skeleton"),
         (["export", checkpoint, out, "--skeleton", checkpoint], "is no skeleton"),
         (
+            ["export", checkpoint, str(tmp_path / "out.pt"), "--skeleton"]
+            + [str(tmp_path / "model.pt2.skeleton")],
+            "is of a .pt2 file, and",
+        ),
+        (
             ["export", checkpoint, out, "--skeleton", str(tmp_path / "tied/model.pt2.skeleton")],
             "has 'embed.weight' of ([64, 12], 'float32'), and what is to be written has none",
         ),

@@ -44,19 +44,19 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=34_258,
+        tokens=34_349,
     ),
     Room(
         "strategies/state_dicts",
         "values and optimizer state by name",
         "strategies/support strategies/engine",
-        tokens=6_642,
+        tokens=6_644,
     ),
     Room(
         "strategies/optimizers",
         "how an optimizer may step",
         "strategies/collectives strategies/engine",
-        tokens=5_181,
+        tokens=5_195,
     ),
     Room(
         "strategies/launch",
@@ -85,14 +85,14 @@ ROOMS = [
         "precision, and the first nan or inf",
         "strategies/support strategies/engine",
         _LIGHTNING,
-        tokens=4_654,
+        tokens=4_683,
     ),
     Room(
         "strategies/liveness",
         "heartbeats and the watchdog",
         "strategies/support strategies/collectives strategies/engine strategies/launch",
         _LIGHTNING,
-        tokens=7_759,
+        tokens=7_765,
     ),
     Room(
         "strategies/evaluation",
@@ -115,7 +115,7 @@ ROOMS = [
         " strategies/launch strategies/data strategies/checkpoints strategies/numerics"
         " strategies/liveness strategies/evaluation strategies/adapters",
         _LIGHTNING,
-        tokens=2_775,
+        tokens=2_784,
     ),
     Room(
         "strategies",
@@ -166,7 +166,7 @@ ROOMS = [
         "models as programs, out of shards",
         "strategies/checkpoints",
         f"{_LIGHTNING} onnx onnx_ir",
-        tokens=3_631,
+        tokens=3_674,
     ),
     Room(
         "callbacks",
