@@ -61,6 +61,7 @@ def _member(enumeration: Any, name: str) -> Any:
 # own; they become pure ones, which cannot touch a file.
 _CALLABLE: dict[tuple[str, str], Any] = {
     ("builtins", "getattr"): _member,
+    ("__builtin__", "getattr"): _member,  # its name in the second protocol
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _get_layout,
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _MEM_FORMAT_ENCODING,
