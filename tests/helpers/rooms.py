@@ -78,7 +78,7 @@ ROOMS = [
         "strategies/support strategies/engine strategies/state_dicts strategies/optimizers"
         " strategies/launch strategies/data",
         f"{_LIGHTNING} safetensors",
-        tokens=18_708,
+        tokens=18_716,
     ),
     Room(
         "strategies/numerics",
