@@ -160,10 +160,23 @@ def load(path: Path, weights_only: bool) -> dict[str, Any]:
 
 
 def read(path: Path, weights_only: bool) -> dict[str, Any]:
-    """Open a file without comparing checksums; local."""
-    return torch.load(
-        path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=weights_only
-    )
+    """Open a file without comparing checksums; local.
+
+    Raises:
+        CheckpointError: it is no checkpoint, or ``weights_only`` forbids what it holds.
+    """
+    try:
+        return torch.load(
+            path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=weights_only
+        )
+    except (pickle.UnpicklingError, EOFError) as error:
+        # between a preface and links of torch's
+        reason = str(error).partition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
+        raise CheckpointError(
+            f"{path} is no checkpoint, or has more than tensors and plain values"
+            f" ({reason or repr(error)}). If you trust its source, load it with"
+            " CheckpointOptions(weights_only=False)."
+        ) from error
 
 
 def changed(path: Path) -> str | None:

@@ -365,8 +365,8 @@ class ProcessStrategy(ParallelStrategy):
             return tensor
         if reduce_op in (None, "mean", "avg") and not tensor.is_floating_point():
             # Lightning's `_sync_ddp` would divide in integers, but a metric's batch sizes differ
-            # on uneven ranks.
-            tensor = tensor.double()
+            # on uneven ranks. The quotient of a metric and this has the metric's dtype.
+            tensor = tensor.to(torch.get_default_dtype())
         self._meet(Meeting.SUM)
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 

@@ -1,5 +1,7 @@
 """``python -m lightning_zero3``: what the commands print and do, against what torch reads."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -43,6 +45,17 @@ def test_a_path_that_is_none_is_one_line(tmp_path, capsys):
         said = capsys.readouterr()
         assert said.out == "" and said.err.count("\n") == 1 and missing in said.err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"print(1)\n", pickle.dumps(print)])
+def test_a_file_that_is_no_checkpoint_is_one_line(tmp_path, capsys, content):
+    file = tmp_path / "train.py"
+    file.write_bytes(content)
+    for command in (["inspect", str(file)], ["consolidate", str(file), str(tmp_path / "one.ckpt")]):
+        assert main(command) == 1
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.count("\n") == 1 and len(said.err) < 500
+        assert f"{file} is no checkpoint" in said.err
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path, monkeypatch, capsys):

@@ -58,6 +58,7 @@ def evaluate(rank, world_size, ranks, kind):
         )
         metrics = {name: value.item() for name, value in runner.callback_metrics.items()}
         found[stage] = predictions if stage == "predict" else metrics
+        found[f"{stage}'s dtypes"] = {k: v.dtype for k, v in runner.callback_metrics.items()}
     return found
 
 
@@ -74,6 +75,7 @@ def test_as_one_process(ranks, kind):
         for stage in ("validate", "test", "fit"):
             assert len(expected[stage]) == 2 * 4 + 2, expected[stage]
             assert found[stage] == pytest.approx(expected[stage], rel=2 * RTOL), stage
+            assert found[f"{stage}'s dtypes"] == expected[f"{stage}'s dtypes"]
     assert expected["fit"] != pytest.approx(expected["validate"], rel=1e-3), (
         "training changed nothing"
     )
