@@ -1,11 +1,12 @@
 """Time and memory of saving and loading: zero3 against Lightning's FSDP2 and `ddp`, in one run.
 
-    python benchmarks/checkpoints.py               # 100 million parameters, 2 processes, 3 rounds
+    python benchmarks/checkpoints.py               # 100 million parameters, 2 processes
     python benchmarks/checkpoints.py --width 128   # a small model, to try it
 
-All train the same model for one step, then save and load in turns; each figure is the median over
-rounds, of the slowest process. Memory is what the process's own pages grew by at most, looked at
-every two milliseconds (pages of a file that is mapped are the system's cache, and not counted).
+All train the same model for one step, then save and load; each does so once in each turn. A figure
+is the median over turns and rounds, of the slowest process; the least and the most stand behind it.
+Memory is what the process's own pages grew by at most, looked at every two milliseconds (pages of a
+file that is mapped are the system's cache, and not counted).
 Bytes that were written are synced to disk, but by `ddp` and FSDP2's full file; zero3 also computes
 and compares checksums.
 """
@@ -176,7 +177,7 @@ def run(rank: int, name: str, args: argparse.Namespace, folder: str, results: mp
         runner.fit(module, ckpt_path=f"{folder}/{number}.ckpt")
         loads.append((sum(s for s, _ in took), max(m for _, m in took)))
     if rank == 0:
-        results.put((name, saves.found, loads))
+        results.put((saves.found, loads))
 
 
 def timed(owner: object, method: str, took: list[tuple[float, float]]) -> None:
@@ -192,7 +193,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2, help="saves and loads of a turn")
     parser.add_argument("--port", type=int, default=29611)
     parser.add_argument("--names", nargs="+", default=NAMES, choices=NAMES)
     args = parser.parse_args()
@@ -203,24 +205,26 @@ def main() -> None:
         f"{parameters:,} parameters, {args.devices} processes; weights and Adam state of one:"
         f" {share:,.0f} MiB"
     )
-    print(f"{'':18}{'save s':>9}{'load s':>9}{'save MiB':>11}{'load MiB':>11}{'on disk MiB':>13}")
-    for name in args.names:
+    found: dict[str, list[list[tuple[float, float]]]] = {name: [[], []] for name in args.names}
+    sizes = {}
+    for name in args.names * args.turns:
         folder = tempfile.mkdtemp(dir=os.getcwd())
         try:
             results = mp.get_context("spawn").SimpleQueue()
             mp.spawn(run, (name, args, folder, results), nprocs=args.devices)
-            _, saves, loads = results.get()
+            for rows, measured in zip(found[name], results.get(), strict=True):
+                rows += measured
             saved = Path(folder, "0.ckpt")
             files = saved.iterdir() if saved.is_dir() else [saved]
-            size = sum(file.stat().st_blocks * 512 for file in files) / 2**20
-            median = [
-                statistics.median(row[k] for row in rows) for k in (0, 1) for rows in (saves, loads)
-            ]
-            print(
-                f"{name:18}{median[0]:9.2f}{median[1]:9.2f}{median[2]:11.0f}{median[3]:11.0f}{size:13.0f}"
-            )
+            sizes[name] = sum(file.stat().st_blocks * 512 for file in files) / 2**20
         finally:
             shutil.rmtree(folder)
+    print(f"{'':18}{'save s':>19}{'load s':>19}{'save MiB':>10}{'load MiB':>10}{'on disk MiB':>13}")
+    for name, kinds in found.items():
+        seconds = [sorted(row[0] for row in rows) for rows in kinds]
+        times = "".join(f"{statistics.median(s):9.2f} {s[0]:4.2f}-{s[-1]:4.2f}" for s in seconds)
+        memory = "".join(f"{statistics.median(row[1] for row in rows):10.0f}" for rows in kinds)
+        print(f"{name:18}{times}{memory}{sizes[name]:13.0f}")
 
 
 if __name__ == "__main__":

@@ -4,24 +4,30 @@
     python tests/lightning_suite.py pytorch-lightning [--ranks 2] [--strategy ddp] [FOLDER ...]
 
 Lightning reads ``PL_TRAINER_STRATEGY`` and its like where a test leaves an argument of the Trainer out.
-On several ranks each file's tests run in all ranks at once, as `torchrun` starts them; a test counts
-as passed if it passes on every rank. A test that hangs ends the processes, and the rest goes on
-without it. Printed is, for each folder, passed of total and the reason of each test that fails;
+On several ranks each file's tests run in all ranks at once, as `torchrun` starts them, and each rank
+waits for the others after a test; a test counts as passed if it passes on every rank. Trainers that
+name another number of devices get these, so tests that count batches fail, under `ddp`, too. A test
+that hangs ends the processes, and the rest goes on without it. Printed is, for each folder, passed of total and the reason of each test that fails;
 docs/LIGHTNING_SUITE.md says what is behind them.
 
 This file is also the plugin that writes down what each rank's pytest does.
 """
 
 import argparse
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from zlib import crc32
 
-from lightning.pytorch import strategies
+import pytest
+from lightning.pytorch import Trainer, strategies
 
 from lightning_zero3 import Zero3Strategy
 
@@ -29,6 +35,7 @@ FOLDERS = ["loops", "core", "trainer", "callbacks", "checkpointing", "models/tes
 # Needs checkpoints of old releases, which the repository does not have.
 WITHOUT_FILES = "test_legacy_checkpoints.py"
 TIMEOUT_S = 60  # of a test
+HANGS = "hangs, or ends its process"
 
 
 # ---- in pytest
@@ -38,15 +45,31 @@ def pytest_configure():
     strategies.StrategyRegistry.register(
         "zero3_sharded", Zero3Strategy, checkpoint={"kind": "sharded"}
     )
+    if RANKS > 1:  # most tests name one device
+        original = Trainer.__init__
+        Trainer.__init__ = lambda self, **options: original(self, **options | {"devices": RANKS})
+
+
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+_NUMBERS = itertools.count()
+
+
+def _events(rank):
+    return Path(f"{os.environ['SUITE_EVENTS']}.{rank}")
 
 
 def _write(**event):
-    with open(f"{os.environ['SUITE_EVENTS']}.{os.environ.get('RANK', 0)}", "a") as file:
+    with _events(RANK).open("a") as file:
         print(json.dumps(event), file=file)
 
 
 def pytest_runtest_logstart(nodeid):
-    _write(test=nodeid, outcome="hangs, or ends its process")
+    if RANKS > 1:  # Lightning's tests end the group, which meets anew at a store of its own
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        os.environ["MASTER_PORT"] = str(20_000 + next(_NUMBERS))
+    _write(test=nodeid, outcome=HANGS)
 
 
 def pytest_runtest_logreport(report):
@@ -57,11 +80,38 @@ def pytest_runtest_logreport(report):
         _write(test=report.nodeid, outcome=outcome)
 
 
+@pytest.fixture
+def tmp_path(request):
+    """A folder that the ranks share, as a run's ranks do."""
+    name = re.sub(r"\W", "_", request.node.name)[:60]
+    path = Path(os.environ["SUITE_EVENTS"]).parent / f"{name}-{crc32(request.node.nodeid.encode())}"
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def pytest_sessionfinish():
+    _write(finished=True)
+
+
+def pytest_runtest_logfinish(nodeid):
+    """Begin the next test when all ranks have ended this one."""
+    if RANKS == 1:
+        return
+    end = json.dumps({"ended": nodeid})
+    with _events(RANK).open("a") as file:
+        print(end, file=file)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not all(r == RANK or end in _events(r).read_text() for r in range(RANKS)):
+        if time.monotonic() > deadline:
+            os._exit(1)
+        time.sleep(0.01)
+
+
 # ---- in the command
 
 
 def run(folder, tests, checkout, ranks, strategy, left_out):
-    """Outcome by test of the files in ``folder``, as each rank wrote it."""
+    """Outcome by test of the files in ``folder``, as each rank wrote it, and whether all have run."""
     events = Path(tests) / "events"
     for old in Path(tests).glob("events.*"):
         old.unlink()
@@ -75,22 +125,23 @@ def run(folder, tests, checkout, ranks, strategy, left_out):
         "PL_TRAINER_DEVICES": str(ranks),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, *launcher, "-m", "pytest", "-q", "-x" if ranks > 1 else "-q"]
+    command = [sys.executable, *launcher, "-m", "pytest", "-q"]
     command += ["-p", "lightning_suite", "-p", "no:cacheprovider"]
     command += [f"--timeout={TIMEOUT_S}", "--timeout-method=thread", str(folder)]
     command += [f"--deselect={test}" for test in left_out]
     subprocess.run(command, cwd=checkout / "tests", env=environ, capture_output=True, text=True)
-    outcomes = {}
+    outcomes, is_finished = {}, False
     for path in Path(tests).glob("events.*"):
         mine = {}
         for line in path.read_text().splitlines():
             event = json.loads(line)
-            if mine.get(event["test"]) in (None, "passed", "hangs, or ends its process"):
+            is_finished |= "finished" in event
+            if "test" in event and mine.get(event["test"]) in (None, "passed", HANGS):
                 mine[event["test"]] = event["outcome"]
         for test, outcome in mine.items():
             if outcomes.get(test, "passed") in ("passed", "skipped"):
                 outcomes[test] = outcome
-    return outcomes
+    return outcomes, is_finished or not outcomes
 
 
 def run_to_the_end(file, checkout, ranks, strategy):
@@ -98,11 +149,9 @@ def run_to_the_end(file, checkout, ranks, strategy):
     outcomes = {}
     with TemporaryDirectory() as folder:
         while True:
-            found = run(file, folder, checkout, ranks, strategy, outcomes)
+            found, is_finished = run(file, folder, checkout, ranks, strategy, outcomes)
             outcomes |= found
-            if not found or all(outcome in ("passed", "skipped") for outcome in found.values()):
-                return outcomes
-            if ranks == 1 and "hangs, or ends its process" not in found.values():
+            if is_finished:
                 return outcomes
 
 
