@@ -43,6 +43,9 @@ class Finetune(LightningModule):
     def training_step(self, tokens: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return self.model(input_ids=tokens, labels=tokens).loss
 
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.log("grad_norm", self.trainer.strategy.gradient_norm())  # of the whole model
+
     def on_train_end(self) -> None:
         self.trainer.strategy.save_weights(self.out, key_mapping={r"^model\.": ""})
         if self.trainer.is_global_zero:

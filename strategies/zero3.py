@@ -38,7 +38,14 @@ from .evaluation.torchmetrics import prepare_metrics
 from .launch.process_strategy import StartMethod
 from .liveness.watchdog import WatchOptions
 from .numerics.nonfinite import FiniteCheck
-from .numerics.precision import WireDtype, convert, gather_dtypes, kept_names, wire_dtype
+from .numerics.precision import (
+    WireDtype,
+    convert,
+    gather_dtypes,
+    global_norm,
+    kept_names,
+    wire_dtype,
+)
 from .numerics.rerun import SecondRun
 from .optimizers.param_groups import ParamGroups
 from .state_dicts.optimizer_state import broadcast_created_state
@@ -469,6 +476,28 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         """
         what = self.lightning_module if what is None else what
         return nullcontext() if what is None else gathered(what, modify)
+
+    def gradient_norm(self) -> Tensor:
+        """Return the 2-norm [] of the gradient of all parameters that an optimizer has; collective.
+
+        It is that of the mean over ranks, as ``torch.nn.utils.clip_grad_norm_`` returns it of one
+        process. Each rank adds up its own shards, and one number is exchanged. In
+        ``on_before_optimizer_step`` gradients are complete, without a scaler's factor, and not
+        clipped yet.
+
+        Returns:
+            fp32, or float64 if a gradient is.
+
+        Raises:
+            ResidencyError: the gradients are not there (inside of ``training_step``), or on their
+                way.
+        """
+        assert self.engine is not None
+        self.engine.adopt_gradients()
+        parts = self.engine.gradients.parts()
+        is_double = any(part.dtype in (torch.float64, torch.complex128) for part in parts)
+        norm = global_norm(parts, self._sum_over_ranks)
+        return norm if is_double else norm.float()
 
     def _follow_groups(self) -> None:
         assert self.engine is not None

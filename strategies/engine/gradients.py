@@ -188,6 +188,24 @@ class Gradients:
                 " kept.\nGive the parameter to an optimizer in `configure_optimizers` (a learning"
                 " rate of 0 will do), or freeze it (`requires_grad_(False)`)."
             )
+        self._require_readable(entry)
+        unit = self._units[entry.unit]
+        if entry.name not in self._full:
+            self._full = unit.gradients()
+        return self._full[entry.name].clone()
+
+    def parts(self) -> list[Tensor]:
+        """This rank's parts [elements] of all gradients that there are, in the chunks' memory.
+
+        Raises:
+            ResidencyError: as :meth:`full`.
+        """
+        there = [entry for entry in self.trained if self.present(entry)]
+        for entry in there:
+            self._require_readable(entry)
+        return [part for entry in there if (part := self.part(entry)) is not None]
+
+    def _require_readable(self, entry: Entry) -> None:
         if self.over and not self.has_gradient(entry):
             raise ResidencyError(
                 f"The gradient of parameter {entry.name!r} was freed when `training_step`"
@@ -199,10 +217,6 @@ class Gradients:
         self.require_not_arrived(entry)
         self.require_complete([entry])
         self._require_all_ranks(entry, "read")
-        unit = self._units[entry.unit]
-        if entry.name not in self._full:
-            self._full = unit.gradients()
-        return self._full[entry.name].clone()
 
     def forget(self) -> None:
         """The shards may have changed: read them anew."""

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from helpers.models import Lit, Recipe
 from helpers.ranks import run_ranks
@@ -25,6 +26,7 @@ class Run:
     losses: list[float]  # mean over ranks of each step's loss
     gradients: list[dict[str, Tensor]]  # full, as the optimizer saw them; a missing name had none
     rates: list[float]
+    norms: list[float]  # of the whole gradient, before it was clipped
     state: dict[str, Tensor]  # of the model, at the end
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -74,10 +76,26 @@ def full_state(runner: pl.Trainer) -> dict[str, Tensor]:
     return getattr(strategy, "full_state_dict", strategy.lightning_module_state_dict)()
 
 
+class WithNorms(Lit):
+    """Logs the norm of the whole gradient, before it is clipped."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if hasattr(self.trainer.strategy, "gradient_norm"):
+            norm = self.trainer.strategy.gradient_norm()
+        else:
+            norm = get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        self.norms.append(norm.item())
+        self.log("grad_norm", norm)
+
+
 def fit_here(recipe: Recipe, strategy: Any, devices: int, options: Mapping[str, Any]) -> Run:
     """Train in this process, which may be a rank."""
     sharded = not isinstance(strategy, str)
-    module = Lit(recipe, sharded_gradients if sharded else local_gradients)
+    module = WithNorms(recipe, sharded_gradients if sharded else local_gradients)
     fitter = trainer(strategy, devices, **options)
     fitter.fit(module)
     state = full_state(fitter)
@@ -87,6 +105,7 @@ def fit_here(recipe: Recipe, strategy: Any, devices: int, options: Mapping[str, 
         module.losses,
         gradients,
         module.rates,
+        module.norms,
         state,
         {k: v.item() for k, v in fitter.callback_metrics.items()},
     )
@@ -185,6 +204,7 @@ def assert_same_run(mine: Run, reference: Run, rtol: float = 1e-6, gradients: fl
     ]
     assert_tensors_close(mine.gradients, grads, gradients, "gradients")
     assert mine.rates == reference.rates
+    assert relative(mine.norms, reference.norms) <= gradients
     assert_tensors_close(mine.state, reference.state, rtol, "state")
     assert mine.metrics.keys() == reference.metrics.keys()
     for name, value in reference.metrics.items():

@@ -3,11 +3,13 @@ can, as with ddp.
 """
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import nn
 
 from helpers.parity import RTOL, trainer
 from helpers.ranks import run_ranks
+from lightning_zero3 import ResidencyError
 from lightning_zero3.strategies.engine import partition
 
 READERS = ("nobody", "on_before_zero_grad", "callback", "on_train_batch_end", "training_step")
@@ -28,6 +30,9 @@ class Reader(pl.LightningModule):
 
     def look(self, place):
         if place == self.reads and self.trainer.global_step:
+            if place == "training_step" and hasattr(self.trainer.strategy, "gradient_norm"):
+                with pytest.raises(ResidencyError, match="freed when `training_step` began"):
+                    self.trainer.strategy.gradient_norm()
             grad = self.net[0].weight.grad
             self.found.append(grad.clone())
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
+from torch.nn.utils import get_total_norm
 from torch.utils.data import DataLoader
 
 from helpers.parity import RTOL, assert_tensors_close, full_state, trainer, zero3
@@ -180,7 +181,15 @@ SCALED = {  # options of the Trainer; the scale grows after two steps
 class Scaled(Model):
     def __init__(self):
         super().__init__()
-        self.scales, self.gradients = [], []
+        self.scales, self.gradients, self.norms = [], [], []
+
+    def on_before_optimizer_step(self, optimizer):
+        """The scaler's factor is out, and nothing is clipped yet."""
+        if self.trainer.world_size > 1:
+            norm = self.trainer.strategy.gradient_norm()
+        else:
+            norm = get_total_norm([p.grad for p in self.parameters()])
+        self.norms.append(norm)
 
     def configure_gradient_clipping(self, optimizer, *args, **kwargs):
         super().configure_gradient_clipping(optimizer, *args, **kwargs)
@@ -202,6 +211,7 @@ def fit_scaled(rank, world_size):
             module.losses,
             module.scales,
             module.gradients,
+            module.norms,
             {k: v.clone() for k, v in full_state(fitter).items()},
         )
     return found
@@ -213,7 +223,7 @@ def test_16_mixed_is_one_process():
         run_ranks(fit_scaled, 2, timeout=60),
     )
     for name in SCALED:
-        losses, scales, gradients, state = first[name]
+        losses, scales, gradients, norms, state = first[name]
         assert scales == second[name][1] == alone[name][1] and len(set(scales)) > (
             "norm" not in name
         ), name
@@ -221,7 +231,9 @@ def test_16_mixed_is_one_process():
         rtol = RTOL if "norm" in name else 0.0
         assert_tensors_close(losses, alone[name][0], 0.0, f"{name}: losses")
         assert_tensors_close(gradients, alone[name][2], rtol, f"{name}: gradients")
-        assert_tensors_close(state, alone[name][3], rtol, f"{name}: state")
+        assert_tensors_close(norms, alone[name][3], RTOL, f"{name}: norms")
+        assert_tensors_close(second[name][3], norms, 0.0, f"{name}: norms")
+        assert_tensors_close(state, alone[name][4], rtol, f"{name}: state")
     for name in ("accumulated", "clipped by value", "accumulated, clipped by norm"):
         assert (
             alone[name][2][0]["net.0.weight"] - alone["plain"][2][0]["net.0.weight"]
