@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import default_pg_timeout
@@ -31,7 +31,7 @@ from .adapters.option_names import refuse_others
 from .checkpoints import CheckpointOptions, CheckpointStrategy
 from .collectives import LocalCollectives, make_collectives, make_hybrid_collectives
 from .data import DataHooks, DataOptions
-from .engine import OffloadKind, UnitPolicy, Zero3Engine, gathered, parse_offload
+from .engine import FUSED, OffloadKind, UnitPolicy, Zero3Engine, gathered, parse_offload
 from .engine.memory_ledger import by_category, by_unit
 from .evaluation.strategy import EvaluationStrategy
 from .evaluation.torchmetrics import prepare_metrics
@@ -130,9 +130,9 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             False for no such thread.
         offload: keep model state in host memory, with every number unchanged. "optimizer": master
             values, gradients and optimizer state, of which the device has the shards that layers
-            compute with; "parameters": these, too; or how many bytes of model state may stay on
-            the device ("20GiB"), the rest is as "parameters". Adam, AdamW, SGD and Adagrad step on
-            the host while the training goes on, by torch's fused kernels.
+            compute with; "parameters": these, too; or how much model state may stay on the device
+            ("20GiB"; units are B, MB, MiB, GB, GiB), the rest is as "parameters". Adam, AdamW, SGD
+            and Adagrad step on the host while the training goes on, by torch's fused kernels.
 
     A dict stands for the class of `data`, `checkpoint` and `watch` that it has the options of.
 
@@ -167,7 +167,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         start_timeout: timedelta | float = timedelta(minutes=10),
         stop_on_nonfinite: bool = False,
         watch: WatchOptions | bool | None = True,
-        offload: OffloadKind | str | int | None = None,
+        offload: OffloadKind | str | None = None,
         **others: Never,
     ) -> None:
         refuse_others(others)
@@ -289,7 +289,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self._groups = ParamGroups(self.optimizers, self._build_engine, self.root_device)
         self.engine = self._build_engine()
         if self.engine.host is not None:
-            rank_zero_info(self.engine.host.describe())
+            self._tell_offload()
         if any(states):  # made of each rank's own initial values, perhaps
             states = broadcast_created_state(self.engine, states)
         self._groups.start(self.engine, states)
@@ -297,6 +297,21 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             mark_sharded(module)
         prepare_metrics(module, self._callbacks, self.root_device)
         _update_properties(module, device=self.root_device)
+
+    def _tell_offload(self) -> None:
+        assert self.engine is not None and self.engine.host is not None
+        chunks = [chunk for unit in self.engine.units for chunk in unit.chunks]
+        rank_zero_info(self.engine.host.describe(chunks))
+        for optimizer in self.optimizers:
+            name = type(optimizer).__name__
+            if type(optimizer) not in FUSED:
+                rank_zero_warn(
+                    f"Offload: {name} has no fused kernel for the host. It steps there while the"
+                    " device waits, several times slower than Adam, AdamW, SGD and Adagrad, which"
+                    " step while the training goes on."
+                )
+            elif not all(group.get("fused") for group in optimizer.param_groups):
+                rank_zero_info(f"Offload: {name} steps on the host as with `fused=True`.")
 
     def _build_engine(self) -> Zero3Engine:
         module = self._trainer.lightning_module

@@ -61,22 +61,27 @@ class Offload:
         return placed
 
 
-def parse_offload(value: str | int | None) -> Offload | None:
-    """What an option says: a kind, or how much may stay on the device ("20GiB", or bytes).
+def parse_offload(value: str | None) -> Offload | None:
+    """What the option says: a kind, or how much may stay on the device ("20GiB").
 
     Raises:
         ValueError: it is neither.
     """
     if value is None or value in get_args(OffloadKind):
         return None if value is None else Offload(value)  # type: ignore[arg-type]
-    units = {"": 1, "B": 1, "MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", str(value))
-    if found is None or found[2] not in units or isinstance(value, bool):
+    return Offload("parameters", parse_size("offload", "'optimizer', 'parameters'", value))
+
+
+def parse_size(option: str, others: str, value: object) -> int:
+    """Bytes that ``value`` ("20GiB") of an option says, or a ValueError that names ``others``."""
+    units = {"B": 1, "MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w+)", value) if isinstance(value, str) else None
+    nbytes = int(float(found[1]) * units.get(found[2], 0)) if found else 0
+    if nbytes <= 0:
         raise ValueError(
-            f"offload={value!r} is none of None, 'optimizer', 'parameters' and a size of device"
-            " memory for model state ('20GiB')."
+            f"{option}={value!r} is none of None, {others} and a size of device memory ('20GiB')."
         )
-    return Offload("parameters", int(float(found[1]) * units[found[2]]))
+    return nbytes
 
 
 def start_worker(device: torch.device) -> Executor:
@@ -134,7 +139,7 @@ class Host:
         for chunk in chunks:
             chunk.host = self
         room = max(
-            chunk.layout.shard_numel * max(8, chunk.master_dtype.itemsize) for chunk in chunks
+            chunk.layout.shard_numel * max(4, chunk.master_dtype.itemsize) for chunk in chunks
         )
         sizes = [nbytes for chunk in chunks for nbytes in chunk.sizes(self)] + [room] * 2
         self.nbytes = sum(round_up(size, REGION_BYTES) for size in sizes)
@@ -143,13 +148,20 @@ class Host:
         # one is added.
         self._rooms = cycle([_Room(self.memory.take(room, torch.uint8)) for _ in range(2)])
 
-    def describe(self) -> str:
-        """One line that says what lies where."""
+    def describe(self, chunks: Sequence[Chunk]) -> str:
+        """One line that says what of all ``chunks`` lies where."""
         if self.device.type == "cpu":
             return "Offload: the device is the host, and nothing is saved."
+        on_device = sum(
+            tensor.nbytes * (1 if isinstance(chunk, HostChunk) or not chunk.trained else 2)
+            for chunk in chunks
+            for tensor in chunk.shards()
+            if tensor.device == self.device
+        )
         return (
             f"Offload: {self.nbytes / 2**30:.2f} GiB of this rank's values and gradients are in"
-            " host memory, and optimizer state of them will be."
+            f" host memory, {on_device / 2**30:.2f} GiB on the device; optimizer state will be with"
+            " its parameters."
         )
 
     def take_room(self, numel: int, dtype: torch.dtype) -> tuple[_Room, Tensor]:
