@@ -31,7 +31,16 @@ from .adapters.option_names import refuse_others
 from .checkpoints import CheckpointOptions, CheckpointStrategy
 from .collectives import LocalCollectives, make_collectives, make_hybrid_collectives
 from .data import DataHooks, DataOptions
-from .engine import FUSED, OffloadKind, UnitPolicy, Zero3Engine, gathered, parse_offload
+from .engine import (
+    FUSED,
+    ActivationsKind,
+    OffloadKind,
+    UnitPolicy,
+    Zero3Engine,
+    gathered,
+    parse_activations,
+    parse_offload,
+)
 from .engine.memory_ledger import by_category, by_unit
 from .evaluation.strategy import EvaluationStrategy
 from .evaluation.torchmetrics import prepare_metrics
@@ -133,6 +142,9 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             compute with; "parameters": these, too; or how much model state may stay on the device
             ("20GiB"; units are B, MB, MiB, GB, GiB), the rest is as "parameters". Adam, AdamW, SGD
             and Adagrad step on the host while the training goes on, by torch's fused kernels.
+        activations: "host" moves what layers save for backward to host memory, unit by unit, and
+            back a unit ahead; with a size ("8GiB") so much of it stays on the device. Numbers are
+            as without. Weights never move, nor tensors below 64 KiB.
 
     A dict stands for the class of `data`, `checkpoint` and `watch` that it has the options of.
 
@@ -168,6 +180,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         stop_on_nonfinite: bool = False,
         watch: WatchOptions | bool | None = True,
         offload: OffloadKind | str | None = None,
+        activations: ActivationsKind | str | None = None,
         **others: Never,
     ) -> None:
         refuse_others(others)
@@ -193,6 +206,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self._data = DataHooks(_as_options("data", data, DataOptions))
         self._checkpoints = _as_options("checkpoint", checkpoint, CheckpointOptions)
         self._debug, self._offload = debug, parse_offload(offload)
+        self._activations = parse_activations(activations)
         self._stop_on_nonfinite = stop_on_nonfinite
         self._finite_check: FiniteCheck | None = None
         self._second_run: SecondRun | None = None  # None if a micro-batch cannot be run again
@@ -283,13 +297,16 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             self._communicator = make_collectives(group, self.root_device)
         else:
             self._communicator = make_hybrid_collectives(self._shard_size, self.root_device)
-        if self._offload is not None and self._communicator.alone:
+        moves = self._offload is not None or self._activations is not None
+        if moves and self._communicator.alone:
             self._communicator = LocalCollectives(alone=False)
         self.connect_watch()
         self._groups = ParamGroups(self.optimizers, self._build_engine, self.root_device)
         self.engine = self._build_engine()
         if self.engine.host is not None:
             self._tell_offload()
+        if self.engine.activations is not None:
+            rank_zero_info(self.engine.activations.describe())
         if any(states):  # made of each rank's own initial values, perhaps
             states = broadcast_created_state(self.engine, states)
         self._groups.start(self.engine, states)
@@ -332,6 +349,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             reduce_once=self._reduce_once,
             loaded=self.pending_keys(),
             offload=self._offload,
+            activations=self._activations,
         )
 
     @override

@@ -8,8 +8,10 @@ from collections.abc import Iterable
 _INSTEAD = {
     "auto_wrap_policy": 'Take it out: repeated blocks are found; `unit_policy=["MyBlock"]` chooses'
     " others.",
-    "activation_checkpointing activation_checkpointing_policy partition_activations"
-    " cpu_checkpointing": "Call `torch.utils.checkpoint` in the model.",
+    "activation_checkpointing activation_checkpointing_policy partition_activations": "Call"
+    " `torch.utils.checkpoint` in the model.",
+    "cpu_checkpointing": 'Write `activations="host"`, and call `torch.utils.checkpoint` in the'
+    " model.",
     "sharding_strategy device_mesh mesh data_parallel_size": "All of parameters, gradients and"
     " optimizer state is sharded (FULL_SHARD); `shard_size=8` does so over 8 ranks"
     " (HYBRID_SHARD). ZeRO-2 (SHARD_GRAD_OP) is not offered.",

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ..collectives import LocalCollectives
 from .access import Access, owners_of
+from .activations import Activations
 from .agreement import compare_notes, describe_exchange
 from .backward import Backward
 from .buffers import Buffers
@@ -75,6 +76,9 @@ class Zero3Engine:
             every rank.
         loaded: names of parameters and buffers that are going to be loaded, and are not initialised
             where they are on the meta device.
+        offload: which shards live in host memory; not with collectives that are alone.
+        activations: what steps save for backward moves to host memory, but for so many bytes; the
+            same.
 
     Raises:
         ValueError: see :mod:`~.partition` and :mod:`~.build`.
@@ -98,6 +102,7 @@ class Zero3Engine:
         debug: bool = False,
         loaded: Container[str] = (),
         offload: Offload | None = None,
+        activations: int | None = None,
         streams: Callable[[torch.device], Stream] = Stream,
         worker: Callable[[torch.device], Executor] = start_worker,
     ) -> None:
@@ -123,6 +128,9 @@ class Zero3Engine:
         for owner in earlier:
             owner.retire()  # this engine has taken the parameters over
         self.buffers = Buffers(model, collectives, device)
+        self.activations = (
+            None if activations is None else Activations(activations, device, streams(device))
+        )
         self._connect(reduce_once, reduce_dtype, streams(device), streams(device))
         for chunk in hosted:
             chunk.streams = self._streams
@@ -156,7 +164,7 @@ class Zero3Engine:
             None if self.collectives.alone else reduce_dtype,
         )
         self.collectives.exchange_log.describe = partial(describe_exchange, self.units)
-        self._saved = SavedTensors(self.arena)
+        self._saved = SavedTensors(self.arena, self.activations)
         self.gradients = Gradients(self.units, self.reducer, self.collectives.exchange_log)
         self.joint = JointSteps(self.units, self.reducer, self.collectives)
         self.passes = Backward(
@@ -230,7 +238,8 @@ class Zero3Engine:
             self.passes.in_step = True
             if gradients_over:
                 self.gradients.take_away()
-            yield
+            with self._saved.step():
+                yield
         except BaseException:
             self.abandon()
             raise
@@ -381,6 +390,8 @@ class Zero3Engine:
                     compare_notes(self.collectives)
         if self.collectives.alone:
             return
+        if self.activations is not None and graph_task() == NO_GRAPH_TASK:
+            self.activations.turn()
         if unit.lent:
             if hooks_refused() is None:
                 self._saved.enter(unit)  # a backward may come when the values are gone

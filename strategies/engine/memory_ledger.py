@@ -15,7 +15,7 @@ def by_category(
     engine: Zero3Engine, optimizers: Sequence[Optimizer], module: nn.Module
 ) -> dict[str, int]:
     """Parameters, gradients, optimizer_state, slots (with the buffers of reductions) and
-    buffers; with offload what is in host memory, apart.
+    buffers; with offload what is in host memory, apart, with the room for activations.
     """
     chunks = [chunk for unit in engine.units for chunk in unit.chunks]
     values = [tensor for chunk in chunks for tensor in chunk.shards()]
@@ -33,7 +33,9 @@ def by_category(
         "gradients": on_device(gradients),
         "slots": engine.arena.memory.nbytes + engine.reducer.buffer.nbytes,
         "optimizer_state": on_device(kept),
-        "host": sum(tensor.nbytes for tensor in everything) - on_device(everything),
+        "host": sum(tensor.nbytes for tensor in everything)
+        - on_device(everything)
+        + (0 if engine.activations is None else engine.activations.memory.nbytes),
         "buffers": sum(
             t.nbytes
             for b in module.buffers()

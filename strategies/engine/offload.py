@@ -103,7 +103,7 @@ class HostMemory:
         # hazard: loaders fork. Shared pages stay where the device has them; of private ones the
         # process would get other ones as it writes, or each fork a copy.
         self._slab = torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)
-        self._taken = 0
+        self.nbytes, self._taken = nbytes, 0
         if device.type == "cuda" and nbytes:
             runtime, start = torch.cuda.cudart(), self._slab.data_ptr()
             code = int(runtime.cudaHostRegister(start, nbytes, 0))
@@ -114,6 +114,10 @@ class HostMemory:
                     " less."
                 )
             weakref.finalize(self._slab, runtime.cudaHostUnregister, start)
+
+    def rewind(self) -> None:
+        """Nothing of it is in use."""
+        self._taken = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """[numel] of it."""

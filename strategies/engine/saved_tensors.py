@@ -5,13 +5,15 @@ another unit's until backward reads them.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from .activations import Activations, SavedActivation
 from .chunk import Entry
 from .sharded import ResidencyError, ShardedParameter, read
 from .unit import Arena, Phase, Unit
@@ -42,10 +44,20 @@ class SavedParameter(NamedTuple):
 class SavedTensors:
     """The hooks of one engine."""
 
-    def __init__(self, arena: Arena) -> None:
-        self._in_use = arena.in_use
-        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+    def __init__(self, arena: Arena, activations: Activations | None) -> None:
+        self._in_use, self._activations = arena.in_use, activations
+        pack = self._pack if activations is None else self._pack_to_move
+        self._hooks = saved_tensors_hooks(pack, self._unpack)
         self._open: list[tuple[Unit, saved_tensors_hooks | None]] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around a step: what it saves outside of units (inputs of checkpoints) moves, too."""
+        if self._activations is None:
+            yield
+        else:
+            with self._hooks, self._activations.step():
+                yield
 
     def enter(self, unit: Unit) -> None:
         """``unit`` begins a forward."""
@@ -119,18 +131,28 @@ class SavedTensors:
             except RuntimeError:  # functorch's, an inference tensor
                 return tensor
 
+    def _pack_to_move(self, tensor: Tensor) -> Any:
+        packed: Any = self._pack(tensor)
+        if self._activations is None or type(packed) is not tuple:
+            return packed
+        with torch._C.DisableTorchFunction():
+            return self._activations.take(packed[0]) or packed
+
     def _unpack(self, saved: Any) -> Tensor:
         kind = type(saved)
-        if kind is tuple:
-            held, version = saved
+        if kind is tuple or kind is SavedActivation:
+            held, version, *_ = saved
             if held._version != version:
+                dtype, shape = (held.dtype, held.shape) if kind is tuple else saved[3:5]
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an"
-                    f" inplace operation: [{held.dtype}, shape {tuple(held.shape)}] is at version"
+                    f" inplace operation: [{dtype}, shape {tuple(shape)}] is at version"
                     f" {held._version}; expected version {version} instead. Find it with"
                     " torch.autograd.set_detect_anomaly(True)."
                 )
-            return held
+            if kind is tuple or self._activations is None:
+                return held
+            return self._activations.bring(saved)
         if kind is SavedParameter:
             with torch.no_grad():
                 return read([saved.parameter])[0]

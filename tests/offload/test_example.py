@@ -12,5 +12,12 @@ def test_the_example(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     _, *rows = done.stdout[done.stdout.index("offload ") :].splitlines()
-    assert [row.split()[0] for row in rows[:4]] == ["None", "optimizer", "parameters", "4MiB"]
-    assert len({row.split()[1] for row in rows[:4]}) == 1, done.stdout
+    assert [row.split()[0] for row in rows[:6]] == [
+        "None",
+        "optimizer",
+        "parameters",
+        "4MiB",
+        "parameters",
+        "None",
+    ]
+    assert len({row.split()[2] for row in rows[:6]}) == 1, done.stdout

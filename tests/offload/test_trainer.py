@@ -24,6 +24,7 @@ from helpers.parity import trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions, Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep
+from lightning_zero3.strategies.engine import activations
 
 
 class Lit(pl.LightningModule):
@@ -96,6 +97,8 @@ SETTINGS = {
     "weights averaged": EPOCHS
     | {"callbacks": lambda: [StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1)]},
     "finetuned": EPOCHS | {"callbacks": lambda: [BackboneFinetuning(unfreeze_backbone_at_epoch=1)]},
+    "activations": {"activations": "host", "accumulate_grad_batches": 2},
+    "some activations": {"activations": "1 MB", "precision": "bf16-mixed"},
     "pruned": EPOCHS | {"callbacks": lambda: [ModelPruning("l1_unstructured", amount=0.3)]},
     "accumulated": {"accumulate_grad_batches": 3},
     "averaged": {"callbacks": lambda: [EMAWeightAveraging(decay=0.7)]},
@@ -120,10 +123,12 @@ class Save(pl.Callback):
 def fit(world_size, name, offload, save=None, ckpt_path=None):
     options = {k: v() if callable(v) else v for k, v in SETTINGS[name].items()}
     module = Lit(options.pop("optimizer", "adamw"), options.pop("overflows", ()))
+    saved = options.pop("activations", None)
     strategy = zero3(
         offload=offload,
         reduce_once=options.pop("reduce_once", False),
         shard_size=options.pop("shard_size", None),
+        activations=saved if offload else None,
         checkpoint=CheckpointOptions(),
     )
     options = {"max_steps": 4, "max_epochs": -1, "use_distributed_sampler": True} | options
@@ -133,6 +138,7 @@ def fit(world_size, name, offload, save=None, ckpt_path=None):
     return module.losses, full_weights(runner)
 
 
+@patch.object(activations, "SMALLEST", 1)
 def train(rank, world_size, folder, name):
     """Losses and weights of the run without offload; of one with it, and resumed in the middle."""
     save = Save(f"{folder}/{name}.ckpt")
@@ -154,7 +160,16 @@ def train(rank, world_size, folder, name):
     return expected, again, found
 
 
-GATE = {"clipped", "accumulated", "bfloat16", "whole parameters", "scaled", "several", "added"}
+GATE = {
+    "clipped",
+    "accumulated",
+    "activations",
+    "bfloat16",
+    "whole parameters",
+    "scaled",
+    "several",
+    "added",
+}
 CASES = [(2, name) for name in SETTINGS if name != "hybrid"]
 CASES += [(1, name) for name in SETTINGS if name not in ("hybrid", "once")]
 CASES += [(4, name) for name in ("hybrid", "clipped", "accumulated", "whole parameters")]
@@ -185,14 +200,17 @@ ODD = ["cpu", "optimiser", "20 elephants", True, 5, 0, -1, "", "5", "-5GiB", "0G
 def test_what_is_no_kind_and_no_size(value):
     with pytest.raises(ValueError, match=r"offload=.* is none of None, 'optimizer', 'parameters'"):
         Zero3Strategy(offload=value)
+    with pytest.raises(ValueError, match=r"activations=.* is none of None, 'host' and a size"):
+        Zero3Strategy(activations=value)
 
 
 def refused(rank, world_size):
     with pytest.raises(ValueError, match="LBFGS .* works without `offload`"):
         trainer(zero3(offload="optimizer"), world_size).fit(Lit("lbfgs"))
-    graphs = CUDAGraphStep(software=True)
-    with pytest.raises(ValueError, match="a captured step cannot wait for the host"):
-        trainer(zero3(offload="optimizer"), world_size, callbacks=[graphs]).fit(Lit())
+    for option in ({"offload": "optimizer"}, {"activations": "host"}):
+        graphs = CUDAGraphStep(software=True)
+        with pytest.raises(ValueError, match="a captured step cannot wait for the host"):
+            trainer(zero3(**option), world_size, callbacks=[graphs]).fit(Lit())
 
 
 def test_what_needs_the_device_is_refused():
@@ -210,7 +228,7 @@ trainer:
   enable_model_summary: false
   strategy:
     class_path: lightning_zero3.Zero3Strategy
-    init_args: {init_args}
+    init_args: {{offload: {offload}, activations: {activations}}}
 """
 
 
@@ -218,8 +236,9 @@ def fit_from_yaml(rank, world_size, folder):
     """Losses with each value in a file, and what is said of it."""
     found = {}
     for value in ("null", "optimizer", "parameters", "2000B", "1.5 GiB", "5", "optimiser"):
+        saved = "2 MB" if value == "2000B" else "host" if value == "optimizer" else "null"
         file = Path(folder, "config.yaml")
-        file.write_text(CONFIG.format(init_args=f"{{offload: {value}}}"))
+        file.write_text(CONFIG.format(offload=value, activations=saved))
         args = [f"--config={file}", "--model.optimizer=adamw"]
         with redirect_stderr(io.StringIO()) as said:
             try:

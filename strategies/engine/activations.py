@@ -1,0 +1,216 @@
+"""What autograd saves in a step, in host memory until backward needs it.
+
+::
+
+    compute   u0   u1   u2 | backward   u2     u1     u0        u: a unit, and what follows it
+    copies       D2H(u0) D2H(u1)        H2D(u1) H2D(u0)
+
+Autograd keeps whole storages alive, by views of them, and these are what moves: each once, however
+many views of it are saved. What is saved between the forwards of two units is a group: it leaves
+when the next unit begins, and is freed when the one after that does; it comes back when backward
+first needs something of the group after it. What is saved last stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .isolation import apart
+from .layout import REGION_BYTES, round_up
+from .offload import HostMemory, parse_size
+from .sharded import NO_GRAPH_TASK, graph_task
+from .streams import Stream
+from .unit import is_in_buffer
+
+ActivationsKind = Literal["host"]
+SMALLEST = 1 << 16  # bytes of a storage that is worth a copy
+
+
+def parse_activations(value: str | None) -> int | None:
+    """What the option says: "host", or how much may stay on the device; None: all does.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if value is None or value == "host":
+        return None if value is None else 0
+    return parse_size("activations", "'host'", value)
+
+
+@dataclass(eq=False)
+class _Group:
+    before: _Group | None = None
+    members: list[Callable[[], Stored | None]] = field(default_factory=list)  # weak
+    is_away = False  # not on the device
+
+    def alive(self) -> list[Stored]:
+        return [stored for member in self.members if (stored := member()) is not None]
+
+
+@dataclass(eq=False)
+class Stored:
+    """A storage, as it was when autograd saved tensors in it."""
+
+    here: Tensor  # in that storage; without memory while it is away
+    group: _Group
+    identity: StorageWeakRef  # while it lives no other storage has the address
+    host: Tensor  # [bytes]; without memory if it has not left
+
+
+class SavedActivation(NamedTuple):
+    """A tensor in a storage that may be away."""
+
+    witness: Tensor  # without memory; it shares the count of writes
+    version: int
+    stored: Stored
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+
+
+class Activations:
+    """Where a model's steps keep what they save.
+
+    Args:
+        budget: bytes that may stay on the device, of what is saved last, beside two groups that are
+            on their way.
+        stream: of the copies.
+    """
+
+    def __init__(self, budget: int, device: torch.device, stream: Stream) -> None:
+        self._budget, self._device, self._stream = budget, device, stream
+        self.memory = HostMemory(0, device)
+        self._needed = 0  # bytes of it that were asked for
+        # by address and version of the storage
+        self._known: WeakValueDictionary[tuple[int, int], Stored] = WeakValueDictionary()
+        self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        self._open: _Group | None = None  # what is saved now; None: it stays
+        # a group, the end of its copies, and what must live as long
+        self._flight: tuple[_Group, Any, list[tuple[Tensor, Tensor]]] | None = None
+        self._saved = self._moved = self._most = 0  # bytes in this step; the most saved in any
+
+    def describe(self) -> str:
+        """One line that says what lies where."""
+        if self._device.type == "cpu":
+            return "Activations: the device is the host, and nothing is saved."
+        kept = f" but for {self._budget / 2**30:.2f} GiB" if self._budget else ""
+        return f"Activations: what layers save for backward goes to host memory{kept}."
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """What is saved inside may move."""
+        self._land(drop=True)
+        if not self._known:
+            if self._needed > self.memory.nbytes:
+                # Here, where all ranks are or have been: to register memory waits for the device.
+                # Until now what did not fit went to pages that are copied by way of the host.
+                self.memory = HostMemory(self._needed, self._device)
+            self.memory.rewind()
+            self._needed = 0
+        self._most = max(self._most, self._saved)
+        self._saved = self._moved = 0
+        self._open = _Group()
+        try:
+            yield
+        finally:
+            self._open = None
+
+    def take(self, held: Tensor) -> SavedActivation | None:
+        """``held``, detached, is saved; None if it does not move."""
+        group = self._open
+        if group is None or graph_task() != NO_GRAPH_TASK or held.device != self._device:
+            return None
+        if type(held) is not Tensor or held.layout != torch.strided or is_in_buffer(held):
+            return None
+        storage = held.untyped_storage()
+        if storage.nbytes() < SMALLEST or held.is_conj() or held.is_neg():
+            return None
+        key = storage._cdata, held._version
+        if (stored := self._known.get(key)) is None:
+            stored = Stored(held, group, StorageWeakRef(storage), self._nothing)
+            self._known[key] = stored
+            group.members.append(ref(stored))
+            self._saved += storage.nbytes()
+        witness = held.detach()
+        witness.data = self._nothing
+        place = held.size(), held.stride(), held.storage_offset()
+        return SavedActivation(witness, held._version, stored, held.dtype, *place)
+
+    def turn(self) -> None:
+        """A unit's forward begins: what was saved since another's has leaves."""
+        group = self._open
+        if group is None or not group.members:
+            return
+        self._land(drop=True)
+        self._open = _Group(group)
+        kept = self._saved - self._moved
+        if self._moved >= self._most - self._budget and kept <= self._budget:
+            return
+        pairs = []
+        with apart():
+            for stored in group.alive():
+                source = self._nothing.clone().set_(stored.here.untyped_storage())
+                stored.host = self._room(source.nbytes)
+                pairs.append((stored.host, source))
+                self._moved += source.nbytes
+            self._copy(group, pairs)
+
+    def bring(self, saved: SavedActivation) -> Tensor:
+        """The tensor, as it was saved; in a backward."""
+        group = saved.stored.group
+        self._load(group)
+        if self._flight is not None and self._flight[0] is group:
+            self._land()
+        if group.before is not None:
+            self._load(group.before)
+        storage = saved.stored.here.untyped_storage()
+        empty = torch.empty(0, dtype=saved.dtype, device=self._device)
+        return empty.set_(storage, saved.offset, saved.size, saved.stride)
+
+    def _load(self, group: _Group) -> None:
+        if group.is_away:
+            self._land()
+            group.is_away, pairs = False, []
+            with apart():
+                for stored in group.alive():
+                    stored.here = torch.empty_like(stored.host, device=self._device)
+                    pairs.append((stored.here, stored.host))
+                self._copy(group, pairs)
+
+    def _copy(self, group: _Group, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        def work() -> None:
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+
+        mark = None
+        if self._stream.on_device:
+            mark = self._stream.run(work, [target for target, _ in pairs])
+        else:
+            work()
+        self._flight = group, mark, pairs
+
+    def _land(self, drop: bool = False) -> None:
+        """``drop``: in a forward, where what is on its way leaves."""
+        if self._flight is not None:
+            # hazards: memory that is freed, and another's, while it is being copied; computing with
+            # what is still arriving
+            self._stream.join(self._flight[1])
+            group, self._flight = self._flight[0], None
+            for stored in group.alive() if drop else ():
+                stored.here = self._nothing
+            group.is_away |= drop
+
+    def _room(self, nbytes: int) -> Tensor:
+        self._needed += round_up(nbytes, REGION_BYTES)
+        if self._needed <= self.memory.nbytes:
+            return self.memory.take(nbytes, torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
