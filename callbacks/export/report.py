@@ -14,6 +14,9 @@ from torch import nn
 
 # What is in an error of `torch.export` or of the ONNX exporter :: what to write instead.
 _PROGRAMS = """
+is reached past the module :: A lambda, a hook or a wrapped or compiled method holds the model \
+itself, or another part of it. Write a method, call `module.compile()` where one is compiled, and \
+export the part that has all of it.
 there is no example input :: Set `example_input_array` in the module, or give `example_input`.
 does not call|has no attribute :: Give names of `named_modules` that `forward` calls with the \
 example input.

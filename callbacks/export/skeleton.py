@@ -13,10 +13,14 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.compile import to_uncompiled
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
-from torch.utils._pytree import tree_map_only
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from typing_extensions import override
 
 from ...strategies.checkpoints import Skeleton
 from .onnx_graph import GRAPH, graph_of
@@ -39,11 +43,12 @@ def trace(
     """
     named = cache(lambda dim: Dim.AUTO if dim == "auto" else Dim(dim))
     shapes = tree_map_only(str, named, dynamic_shapes)
-    bare, tensors, prefix = _without_weights(module, name, FakeTensorMode())
-    program = torch.export.export(bare, *inputs, dynamic_shapes=shapes)
+    bare, tensors, copy_alone = _without_weights(module, name, FakeTensorMode())
+    with copy_alone:
+        program = torch.export.export(bare, *inputs, dynamic_shapes=shapes)
     stream = io.BytesIO()
     torch.export.save(program, stream)
-    skeleton = Skeleton.of_program(stream, tensors, prefix)
+    skeleton = Skeleton.of_program(stream, tensors, _prefix(name))
     if is_onnx:
         skeleton.records[GRAPH] = graph_of(program)
     return skeleton
@@ -57,12 +62,12 @@ def script(module: nn.Module, name: str, folder: Path) -> Skeleton:
         name: see :func:`trace`.
         folder: has, for a moment, a file as large as the weights.
     """
-    bare, tensors, prefix = _without_weights(module, name, nullcontext())
+    bare, tensors, _ = _without_weights(module, name, nullcontext())
     is_whole = isinstance(bare, LightningModule)
     scripted = bare.to_torchscript() if is_whole else torch.jit.script(bare)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         scripted.save(file.name)
-        return Skeleton.of_script(file.name, tensors, prefix, bare.state_dict())
+        return Skeleton.of_script(file.name, tensors, _prefix(name), bare.state_dict())
 
 
 def inputs_of(module: nn.Module, parts: list[str], inputs: Inputs) -> dict[str, Inputs]:
@@ -78,11 +83,11 @@ def inputs_of(module: nn.Module, parts: list[str], inputs: Inputs) -> dict[str, 
         found.setdefault(name, (args, kwargs))
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    bare, _, _ = _without_weights(module, "", mode)
+    bare, _, copy_alone = _without_weights(module, "", mode)
     for name in parts:
         hook = partial(note, name)
         bare.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
-    with mode:
+    with mode, copy_alone:
         bare(*inputs[0], **inputs[1])
     for name in parts:
         if name not in found:
@@ -90,10 +95,51 @@ def inputs_of(module: nn.Module, parts: list[str], inputs: Inputs) -> dict[str, 
     return tree_map_only(Tensor, lambda t: torch.zeros(t.size(), dtype=t.dtype), found)
 
 
+def _prefix(name: str) -> str:
+    return f"{name}." if name else ""
+
+
+class _CopyAlone(TorchFunctionMode):
+    """While a copy is traced, raise where its code reaches something else of the model.
+
+    A lambda, a hook or a wrapped method may hold the model itself. Its weights would be constants
+    in the program, and a sharded layer would wait for the other ranks.
+
+    Args:
+        names: ``id`` of each module, parameter and buffer that is out of reach -> its name.
+    """
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self._names = names
+
+    @override
+    def __enter__(self) -> _CopyAlone:
+        hook = register_module_forward_pre_hook(lambda module, _: self._require(module))
+        self._hook = hook  # comes before those of the engine
+        return super().__enter__()
+
+    @override
+    def __exit__(self, *error: object) -> None:
+        self._hook.remove()
+        super().__exit__(*error)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            self._require(value)
+        return func(*args, **kwargs or {})
+
+    def _require(self, value: Any) -> None:
+        if id(value) in self._names:
+            raise ValueError(f"{self._names[id(value)]!r} is reached past the module to export")
+
+
 def _without_weights(
     module: nn.Module, name: str, mode: AbstractContextManager
-) -> tuple[Any, dict[str, Tensor], str]:
-    """Copy a part to the CPU, without hooks of this package.
+) -> tuple[Any, dict[str, Tensor], _CopyAlone]:
+    """Copy a part to the CPU, without hooks of this package and without Lightning's compilation.
 
     Args:
         module: see :func:`trace`.
@@ -102,21 +148,25 @@ def _without_weights(
             has. Nobody writes to them, so without a mode they take no memory either.
 
     Returns:
-        the copy, its parameters and buffers by name, and the prefix of the names in ``module``.
+        the copy, its parameters and buffers by name, and a context in which to run it.
     """
     part = module.get_submodule(name)
+    parts = set(part.modules())
     memo: dict[int, Any] = {}
-    for child in part.modules():
+    for child in module.modules():
         own = *child.named_parameters(recurse=False), *child.named_buffers(recurse=False)
         for key, tensor in own:
             with mode:
                 new = torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu")
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, tensor.requires_grad)
-            elif key in child._non_persistent_buffers_set:
-                new = tensor.detach().cpu().clone()
+            elif child in parts and key in child._non_persistent_buffers_set:
+                # as its bytes will be written
+                new = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             memo.setdefault(id(tensor), new)
     bare = copy.deepcopy(part, memo).eval()
+    if getattr(bare, "_compiler_ctx", None) is not None:  # of `trainer.fit(torch.compile(model))`
+        to_uncompiled(bare)
     for child in bare.modules():
         for hooks in (child._forward_pre_hooks, child._forward_hooks):
             for number, hook in list(hooks.items()):
@@ -125,4 +175,7 @@ def _without_weights(
     _update_properties(bare, device=torch.device("cpu"))  # `device`, which its code may ask for
     tensors: dict[str, Tensor] = dict(bare.named_parameters(remove_duplicate=False))
     tensors |= bare.named_buffers(remove_duplicate=False)
-    return bare, tensors, f"{name}." if name else ""
+    its = {id(value) for value in (*bare.modules(), *tensors.values())}
+    named = *module.named_modules(), *module.named_parameters(), *module.named_buffers()
+    pairs = [(x, key) for key, value in named for x in (value, memo.get(id(value), value))]
+    return bare, tensors, _CopyAlone({id(x): key for x, key in pairs if id(x) not in its})

@@ -170,6 +170,29 @@ def test_buffers_that_no_checkpoint_has_are_those_of_the_end(tmp_path):
     )
 
 
+class Transposed(Mlp):
+    """With a buffer that is not contiguous, and no state dict has."""
+
+    def build(self):
+        super().build()
+        self.register_buffer("turn", torch.arange(36.0).reshape(6, 6).t(), persistent=False)
+
+    def forward(self, x):
+        return super().forward(x @ self.turn)
+
+
+@pytest.mark.parametrize("every", ["best", "end"])
+def test_a_model_that_lightning_compiles(every, tmp_path):
+    module = Transposed()
+    compiled = torch.compile(module, backend="eager")
+    fit(compiled, tmp_path, callbacks=[ModelExport(every=every, dirpath=str(tmp_path))])
+    x = features(3, 4, 6)
+    scale = module.scale if every == "end" else torch.ones(6)
+    found = outputs(next(tmp_path.glob("*.pt2")), x)
+    expected = eager(Transposed, tmp_path / "it.ckpt", x, scale=scale)
+    torch.testing.assert_close(found, expected)  # a turned factor is multiplied in another order
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_averages_of_weights_and_what_they_average(devices, tmp_path):
     strategy = "auto" if devices == 1 else {}

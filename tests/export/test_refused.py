@@ -194,18 +194,92 @@ def test_an_error_at_the_start_says_where_and_what_instead(name, errors):
     assert remedy in advice, advice
 
 
+class Held(Model):
+    """What `forward` runs holds the model itself; `hold` makes it."""
+
+    def build(self):
+        self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.hold(self.layer)
+        self.example_input_array = features(1, 4, 6)
+
+    def forward(self, x):
+        return self.head(self.layer(x))
+
+
+class Lambda(Held):
+    def hold(self, layer):
+        self.run = lambda x: layer(x)
+
+    def forward(self, x):
+        return self.run(x)
+
+
+class Hook(Held):
+    def hold(self, layer):
+        self.scale = nn.Parameter(torch.ones(6))
+        layer.register_forward_hook(lambda module, args, y: y * self.scale)
+
+
+class Wrapped(Held):
+    def hold(self, layer):
+        forward = layer.forward
+        layer.forward = lambda x: forward(x)
+
+
+class Compiled(Held):
+    def hold(self, layer):
+        self.run = torch.compile(layer.forward, backend="eager")
+
+    def forward(self, x):
+        return self.run(x)
+
+
+class Other(Held):
+    """Its head, exported alone, uses the other layer."""
+
+    def hold(self, layer):
+        self.head = Head()
+        self.head.others = [layer]
+
+
+class Head(nn.Module):
+    def forward(self, x):
+        return x @ self.others[0].weight
+
+
+@pytest.mark.parametrize(
+    "model, name, line",
+    [
+        (Lambda, "layer", "lambda x: layer(x)"),
+        (Hook, "scale", "lambda module, args, y"),
+        (Wrapped, "layer.weight", "lambda x: forward(x)"),
+        (Compiled, "layer.weight", "return self.run(x)"),
+        (Other, "layer.weight", "self.others[0]"),
+    ],
+)
+def test_what_holds_the_model_itself_would_export_its_start(model, name, line, tmp_path):
+    export = ModelExport(every="end", modules=["head"] if model is Other else None)
+    with pytest.raises(RuntimeError) as raised:
+        fit(model(), tmp_path, callbacks=[export])
+    problem, advice = str(raised.value).split("\n")
+    assert f"'{name}' is reached" in problem and line in problem and "a method" in advice, problem
+
+
 def start(rank, world_size, folder):
     from lightning_zero3 import Zero3Strategy
 
-    export = ModelExport(every="end")
-    with pytest.raises(RuntimeError) as raised:
-        fit(CASES["branch_on_values"][0](), folder, Zero3Strategy(), world_size, [export])
-    return str(raised.value)
+    errors = []
+    for model in (CASES["branch_on_values"][0], Lambda):
+        with pytest.raises(RuntimeError) as raised:
+            fit(model(), folder, Zero3Strategy(), world_size, [ModelExport(every="end")])
+        errors.append(str(raised.value))
+    return errors
 
 
 def test_all_ranks_raise_the_error_of_rank_0(tmp_path):
     first, second = run_ranks(start, 2, tmp_path)
-    assert first == second and "failed on rank 0" in first and "torch.where" in first
+    assert first == second and all("failed on rank 0" in error for error in first)
+    assert "torch.where" in first[0] and "'layer' is reached" in first[1]
 
 
 def test_without_check_it_is_a_warning_and_nothing_is_exported(tmp_path):
