@@ -262,7 +262,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self.require_local_folders(trainer)
+        self.require_savable(trainer)
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
         self.model = self.precision_plugin.convert_module(self.model)

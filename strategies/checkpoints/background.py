@@ -70,6 +70,12 @@ class BackgroundSave:
         for callback in callbacks:
             callback()
 
+    def close(self) -> None:
+        """End the thread and the group, once no save is in flight; local."""
+        self._thread.shutdown()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+
     def call_after_save(self, callback: Callable[[], None]) -> None:
         """Run ``callback`` once the save in flight is complete: to delete or link checkpoints."""
         self._callbacks.append(callback)

@@ -10,10 +10,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ..state_dicts.collective_errors import without_other_ranks
+from torch import Tensor
+
+from ..state_dicts.collective_errors import CheckpointError, without_other_ranks
 from .sharded import ShardedCheckpoint
 from .single_file import FileSave, load, number_states
-from .weights import MAX_FILE_BYTES, WeightsSave, rename_keys
+from .storage import local
+from .weights import MAX_FILE_BYTES, WeightsSave, open_weights, rename_keys
 
 DESCRIPTION = "write a checkpoint as one file that any strategy reads, or as safetensors files"
 
@@ -21,9 +24,9 @@ DESCRIPTION = "write a checkpoint as one file that any strategy reads, or as saf
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument(
-        "checkpoint", type=Path, help="a sharded checkpoint, of zero3 or of FSDP2, or a file"
+        "checkpoint", type=local, help="a sharded checkpoint, of zero3 or of FSDP2, or a file"
     )
-    parser.add_argument("out", type=Path, help="the file to write; with --safetensors a folder")
+    parser.add_argument("out", type=local, help="the file to write; with --safetensors a folder")
     parser.add_argument(
         "--safetensors",
         action="store_true",
@@ -59,13 +62,18 @@ def run(arguments: argparse.Namespace) -> int:
 def export(path: Path, out: Path, max_file_bytes: int, prefix: str = "") -> None:
     """Write the weights of a checkpoint as safetensors files to the folder ``out``.
 
-    ``out`` appears when it is complete. Keys lose the prefix.
+    ``out`` appears when it is complete; other files of a folder that is there stay. Keys lose the
+    prefix.
 
     Raises:
         CheckpointError: the checkpoint is broken.
     """
     mapping = {f"^{re.escape(prefix)}": ""}
-    state = rename_keys(open_checkpoint(path)["state_dict"], mapping)
+    state = rename_keys(open_weights(path, weights_only=True)[0], mapping)
+    for key, value in state.items():
+        # a file of a few bytes may claim any size
+        if type(value) is Tensor and value.nbytes > value.untyped_storage().nbytes():
+            raise CheckpointError(f"{path}: {key} of {value.nbytes:,} bytes repeats itself.")
     WeightsSave(state, out, max_file_bytes=max_file_bytes).write()
 
 

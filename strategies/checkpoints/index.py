@@ -32,9 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.serialization import _get_layout
 
 from ..state_dicts.collective_errors import CheckpointError
-from .manifest import is_file_name
-
-INDEX = ".metadata"
+from .manifest import INDEX, is_file_name
 
 # Instances of these get the state that the index gives them. Their attributes are its fields.
 _STATEFUL = (
@@ -198,7 +196,7 @@ def _tensor_faults(name: str, kind: TensorStorageMetadata) -> Iterator[str]:
     if type(size) is not torch.Size or not _is_size(size, len(size)):
         yield f"{name} has no shape"
         return
-    elements = 0
+    elements, starts = 0, []
     for chunk in chunks if type(chunks) is list else [None]:
         places = [_get(chunk, field) for field in ("offsets", "sizes")] if _is_chunk(chunk) else []
         if not places or not all(_is_size(place, len(size)) for place in places):
@@ -207,6 +205,9 @@ def _tensor_faults(name: str, kind: TensorStorageMetadata) -> Iterator[str]:
         if any(at + n > whole for at, n, whole in zip(*places, size, strict=True)):
             yield f"{name} has a chunk outside of its shape"
         elements += math.prod(places[1])
+        starts.append(places[0])
+    if len(set(starts)) < len(starts):
+        yield f"{name} has two chunks in one place"
     if elements != math.prod(size):
         yield f"{name} has chunks of {elements:,} of {math.prod(size):,} elements"
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from ..state_dicts.collective_errors import CheckpointError, without_other_ranks
 from ..support import printable
 from . import manifest, single_file
-from .index import INDEX
-from .manifest import Manifest
+from .manifest import INDEX, Manifest
 from .sharded import ShardedCheckpoint
 from .storage import damage, last_complete
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
+INDEX = ".metadata"  # torch's
 _VERSION = 1
 
 
@@ -137,6 +138,8 @@ def damage(folder: Path) -> str | None:
         present = len([name for name in shards if name not in missing])
         return f"incomplete: {present} of {len(shards)} shards ({', '.join(missing)} missing)"
     for name, file in manifest.files.items():
+        if (folder / name).is_symlink():  # it would tell of files elsewhere
+            return f"damaged: {name} is a link"
         size = (folder / name).stat().st_size
         if size != file.bytes:
             return f"incomplete: {name} has {size:,} of {file.bytes:,} bytes"

@@ -23,17 +23,18 @@ class CheckpointOptions:
         weights_only: loading rebuilds tensors and plain values only. With False it runs whatever
             code the checkpoint names: for hyperparameters or callback states of other classes, from
             a source that you trust.
-        exclude_frozen: leave out parameters that need no gradient and never did: adapters and heads
+        exclude_frozen: leave out parameters that needed no gradient in this run: adapters and heads
             alone are saved. To be loaded, on any strategy with `strict=False`, into a model that
-            has the others; here their names and shapes must be the same.
-        compare_frozen: with ``exclude_frozen``, the values of the others must be the same, too.
+            has the others; here their names, shapes and values must be the same.
+        compare_frozen: with False their values are not compared, and no checksums of them are
+            computed when a checkpoint is saved.
     """
 
     kind: Literal["file", "sharded", "full"] = "file"
     background: bool = False
     weights_only: bool = True
     exclude_frozen: bool = False
-    compare_frozen: bool = False
+    compare_frozen: bool = True
 
     def __post_init__(self) -> None:
         if self.kind == "full":

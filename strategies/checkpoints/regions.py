@@ -153,22 +153,23 @@ class ParallelSave:
         self.path, self._action = path, f"Saving {path}"
         self._rank, _ = rank_and_world_size()
         self._regions: list[Region] = []
+        self._stage: Path | None = None
         # a slice that stands at several places (tied parameters) is written once
         slices = {id(tensor): tensor for tensor in tensors_in(tree, TensorDescription)}
 
         def reserve_places() -> tuple[Path, list[Place]] | None:
             if self._rank:
                 return None
-            stage = self.begin()
-            places, self._regions = self.reserve(tree, stage)
-            return stage, [places[key] for key in slices]
+            self._stage = self.begin()
+            places, self._regions = self.reserve(tree, self._stage)
+            return self._stage, [places[key] for key in slices]
 
         def plan(places: list[Place]) -> None:
             if len(places) != len(slices):
                 raise CheckpointError("what it saves has other tensors than what rank 0 saves")
-            if not self._stage.exists():
+            if not stage.exists():
                 raise CheckpointError(
-                    f"{self._stage} was created by rank 0 and is not there. All ranks must see the"
+                    f"{stage} was created by rank 0 and is not there. All ranks must see the"
                     " same file system, as the same user."
                 )
             pairs = zip(slices.values(), places, strict=True)
@@ -183,7 +184,7 @@ class ParallelSave:
         with self._failing(), profile_range("prepare checkpoint"):
             reserved = run_on_all_ranks(self._action, reserve_places)[0]
             assert reserved is not None
-            self._stage, places = reserved
+            self._stage, places = stage, _ = reserved
             run_on_all_ranks(self._action, lambda: plan(places))
 
     def begin(self) -> Path:
@@ -222,14 +223,16 @@ class ParallelSave:
             CheckpointError: on all ranks; what was at the path is still there.
         """
         regions, self._regions = self._regions, []
+        stage = self._stage
+        assert stage is not None
 
         def write() -> list[Piece]:
-            return write_regions(self._stage, regions)
+            return write_regions(stage, regions)
 
         def complete() -> None:
             if not self._rank:
-                self.complete(self._stage, [piece for mine in written for piece in mine])
-                commit(self._stage, self.path)
+                self.complete(stage, [piece for mine in written for piece in mine])
+                commit(stage, self.path)
 
         with self._failing():
             with profile_range("write checkpoint"):
@@ -242,6 +245,6 @@ class ParallelSave:
         try:
             yield
         except CheckpointError:
-            if not self._rank:
-                discard(self.path)
+            if not self._rank and self._stage is not None:
+                discard(self._stage)
             raise

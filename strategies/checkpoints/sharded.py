@@ -22,11 +22,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.utils import _ReaderView
 
+from ..data import own_entries
 from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size, run_on_all_ranks
 from ..state_dicts.slices import SavedTensor
 from ..support import profile_range
-from .index import INDEX, read_index
-from .manifest import changed, damage, require_file
+from .index import read_index
+from .manifest import INDEX, Manifest, changed, damage, require_file
 from .writer import OTHERS, TRAINER_STATE, put_back, torch_errors
 from .zip_file import read_records
 
@@ -48,8 +49,10 @@ class ShardedCheckpoint:
 
     def _open(self) -> None:
         if not (self.folder / INDEX).is_file():
+            files = ", ".join(sorted(file.name for file in self.folder.iterdir())[:8])
             raise CheckpointError(
-                f"it has no {INDEX} and is no checkpoint in torch's distributed format"
+                f"it has no {INDEX} and is no checkpoint in torch's distributed format. If one of"
+                f" its files is meant, name that: {files or 'it has none'}"
             )
         rank, world_size = rank_and_world_size()
         # each rank compares the checksums of its share of the files
@@ -75,6 +78,8 @@ class ShardedCheckpoint:
             )
         for name, size in needed.items():
             file = self.folder / name
+            if file.is_symlink():  # it would tell of files elsewhere
+                raise CheckpointError(f"{name} is a link")
             present = file.stat().st_size if file.is_file() else 0
             if present < size:
                 raise CheckpointError(f"incomplete: {name} has {present:,} of {size:,} bytes")
@@ -87,18 +92,27 @@ class ShardedCheckpoint:
         state = self.state()
         rest: dict[str, Any] = {}
         run_on_all_ranks(f"Loading {self.folder}", lambda: rest.update(self._trainer_state()))
+        # "model": of Lightning's `FSDPStrategy`; no key: weights alone, of `dcp.save(state_dict)`
+        key = next((key for key in ("state_dict", "model") if key in state), None)
+        weights, state = (state, {}) if key is None else (state.pop(key), state)
+        whole = own_entries(rest).get("extra_states", {})
         checkpoint = {
             **put_back(rest, state.pop(OTHERS, {})),
-            "state_dict": state.pop("state_dict"),
+            "state_dict": {**weights, **whole},
         }
         if state:
             checkpoint["optimizer_states"] = [
-                state[f"optimizer_{index}"] for index in range(len(state))
+                state[f"optimizer_{index}"]
+                for index in range(len(state))
+                if f"optimizer_{index}" in state
             ]
         return checkpoint
 
     def _trainer_state(self) -> dict[str, Any]:
-        with open(require_file(self.folder / TRAINER_STATE), "rb") as stream:
+        file = require_file(self.folder / TRAINER_STATE)
+        if not file.exists() and Manifest.read(self.folder) is None:
+            return {}
+        with open(file, "rb") as stream:
             read_records(stream)
             stream.seek(0)
             state = torch.load(stream, map_location="cpu", weights_only=self._weights_only)
@@ -132,7 +146,8 @@ class ShardedCheckpoint:
 
     def _tensor(self, name: str, kind: Any) -> SavedTensor:
         def read() -> Tensor:
-            target = {name: torch.empty(kind.size, dtype=kind.properties.dtype)}
+            # hazard: where the file has no values, memory of others would show
+            target = {name: torch.zeros(kind.size, dtype=kind.properties.dtype)}
             self._load(target, is_local=True)
             return target[name]
 

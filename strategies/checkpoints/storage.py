@@ -3,7 +3,7 @@
 ::
 
     folder/step=8.ckpt              complete
-    folder/.unfinished/step=9.ckpt  being written; moved up when it is complete
+    folder/.unfinished/step=9.ckpt.0f3a...  being written; moved up when it is complete
     folder/.removed/...             being deleted
     folder/last.zero3-previous.ckpt the checkpoint before, while `last.ckpt` is replaced on a file
                                     system that cannot exchange two names; Lightning's
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import glob
 import os
 import re
 import shutil
@@ -26,13 +27,14 @@ import stat
 import sys
 import uuid
 import zipfile
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..state_dicts.collective_errors import CheckpointError, MissingCheckpointError
 from . import manifest, zip_file
-from .manifest import MANIFEST, Manifest
+from .manifest import INDEX, MANIFEST, Manifest
 
 _UNFINISHED, _REMOVED = ".unfinished", ".removed"
 # errors of fsync that mean lost bytes; the others: the file system, or the kind of file, has none
@@ -49,34 +51,65 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path)
 
 
-def stage_of(path: Path) -> Path:
-    """Return where the checkpoint of ``path`` is written before it is complete."""
-    return _own_folder(path.parent / _UNFINISHED) / path.name
-
-
-def begin(path: Path) -> Path:
-    """Prepare the place where ``path`` is written first: a free name in a folder that exists.
+def local(path: str | os.PathLike[str]) -> Path:
+    """Return a path.
 
     Raises:
-        CheckpointError: the folder, or what has that name in it, is not this user's own.
+        ValueError: it is a URL.
     """
-    stage = stage_of(path)
-    _make_own_folder(stage.parent)
-    if os.path.lexists(stage):
-        _require_own(stage, may_link=True)
-        _delete(stage)
-    return stage
+    if is_remote(path):
+        raise ValueError(f"{os.fspath(path)} is remote. Weights and commands need a local path.")
+    return Path(path)
 
 
-def make_folder(path: Path) -> Path:
+def begin(path: Path, into_folder: bool = False) -> Path:
+    """Prepare the place where ``path`` is written first: a free name in a folder that exists.
+
+    Args:
+        path: where it will be.
+        into_folder: ``path`` may be any folder; else one that is there must be a checkpoint, since
+            it will be replaced.
+
+    Raises:
+        CheckpointError: ``path`` is not to be replaced; the folder to write in, or what an earlier
+            save of ``path`` has left in it, is not this user's own.
+    """
+    if path.is_dir() and not path.is_symlink() and not into_folder:
+        names = {file.name for file in path.iterdir()}
+        if names and not names & {MANIFEST, INDEX}:
+            raise CheckpointError(f"{path} is a folder with other files.\nWrite to a new name.")
+    unfinished = _own_folder(path.parent / _UNFINISHED)
+    _make_own_folder(unfinished)
+    # hazard: a job that writes the same name must not go on in this job's place, so it is unique.
+    # What the other has written is lost, and an error there.
+    for left in unfinished.glob(f"{glob.escape(path.name)}.*"):
+        if _name_of(left) == path.name:
+            _require_own(left, may_link=True)
+            _delete(left)
+    return unfinished / f"{path.name}.{uuid.uuid4().hex}"
+
+
+def _name_of(stage: Path) -> str:
+    return re.sub(r"\.[0-9a-f]{32}$", "", stage.name)
+
+
+def make_folder(path: Path, into_folder: bool = False) -> Path:
     """Call :func:`begin` for a folder and create it."""
-    stage = begin(path)
+    stage = begin(path, into_folder)
     stage.mkdir()
     return stage
 
 
 def commit(stage: Path, path: Path) -> None:
-    """Move a complete checkpoint to ``path``, and remove the one that had this name before."""
+    """Move a complete checkpoint to ``path``, and remove the one that had this name before.
+
+    Raises:
+        CheckpointError: another job has begun to write ``path``.
+    """
+    if not os.path.lexists(stage):
+        raise CheckpointError(
+            f"Another job writes {path}, too, and began later.\nEach needs a folder of its own."
+        )
     sync(stage)  # hazard: after a power cut the name could lead to a file without its bytes
     previous = path.with_name(f"{path.stem}.zero3-previous{path.suffix}")
     if not os.path.lexists(path):
@@ -94,9 +127,8 @@ def commit(stage: Path, path: Path) -> None:
         stage.parent.rmdir()
 
 
-def discard(path: Path) -> None:
-    """Delete what a failed save of ``path`` has left, unless it is not this user's own."""
-    stage = stage_of(path)
+def discard(stage: Path) -> None:
+    """Delete what a failed save has left, unless it is not this user's own."""
     with suppress(CheckpointError, OSError):  # the save's own error is the one to raise
         _require_own(stage.parent)
         _delete(stage)
@@ -179,14 +211,14 @@ def _is_own(path: Path) -> bool:
         probe.rmdir()
 
 
-def retire(path: Path) -> None:
-    """Delete a checkpoint, after pointing links to it at the newest of the others.
+def retire(path: Path, links: Iterable[Path] = ()) -> None:
+    """Delete a checkpoint, after pointing those of ``links`` that lead to it at the newest other.
 
-    ``ModelCheckpoint(save_last="link")`` makes such links.
+    ``ModelCheckpoint(save_last="link")`` makes such links; a user's own stay as they are.
     """
-    for link in path.parent.glob("*.ckpt"):
-        if link.is_symlink() and link != path and link.resolve() == path.resolve():
-            other = last_complete(path.parent, path)
+    for link in () if path.is_symlink() else links:
+        if link.is_symlink() and os.path.realpath(link) == os.path.realpath(path):
+            other = last_complete(link.parent, path)
             if other is not None:
                 point(link, other)
     remove(path)
@@ -207,7 +239,7 @@ def last_complete(folder: Path, besides: Path | None = None) -> Path | None:
     paths = [
         path
         for path in folder.glob("*.ckpt")
-        if besides is None or path.resolve() != besides.resolve()
+        if besides is None or os.path.realpath(path) != os.path.realpath(besides)
     ]
     return max(((_saved(path), path) for path in paths if _is_whole(path)), default=(0.0, None))[1]
 
@@ -247,7 +279,8 @@ def choose(path: Path, newest: bool) -> Choice:
         else "There is no other complete one in its folder."
     )
     remarks = [
-        f"{path.parent / stage.name}: {_describe_unfinished(stage)}."
+        f"{path.parent / _name_of(stage)}: {_describe_unfinished(stage)}. Delete {stage} if no job"
+        " is writing it."
         for stage in unfinished(path.parent)
         if not stage.is_symlink()
     ]
@@ -279,9 +312,12 @@ def damage(path: Path) -> str | None:
 
 
 def _is_whole(path: Path) -> bool:
-    if path.is_dir():
-        return (path / MANIFEST).exists() and damage(path) is None
-    return path.is_file() and zipfile.is_zipfile(path)
+    try:
+        if path.is_dir():
+            return (path / MANIFEST).exists() and damage(path) is None
+        return path.is_file() and zipfile.is_zipfile(path)
+    except OSError:  # a neighbour that this user must not read
+        return False
 
 
 def _saved(path: Path) -> float:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -51,7 +51,7 @@ from . import single_file
 from .background import BackgroundSave, Save
 from .frozen import BASE, exclude, frozen_names, require_base, require_base_values
 from .options import CheckpointOptions
-from .storage import Choice, choose, is_remote, point, retire
+from .storage import Choice, choose, is_remote, local, point, retire
 from .weights import MAX_FILE_BYTES, WeightsSave, open_weights, rename_keys
 
 if TYPE_CHECKING:  # importing torch.distributed.checkpoint is slow
@@ -85,6 +85,7 @@ class CheckpointStrategy(ProcessStrategy):
     _group: dist.ProcessGroup | None = None  # of all ranks, when the model was sharded
     # state dicts to load once the model is sharded, and who reads their tensors
     _pending_weights: Sequence[tuple[Mapping[str, Any], ShardedCheckpoint | None]] = ()
+    _links: Set[Path] = frozenset()  # to checkpoints, that this run has made
     _frozen: Set[str] = frozenset()  # names of what was frozen when the model was sharded
     # of a loaded checkpoint without frozen parameters: their shapes and checksums
     _base: Mapping[str, tuple[Any, int | None]] | None = None
@@ -114,12 +115,19 @@ class CheckpointStrategy(ProcessStrategy):
         """Whether every checkpoint is written by all ranks to a file system that they see."""
         return self._checkpoints.kind == "sharded" or self._checkpoints.background
 
-    def require_local_folders(self, trainer: pl.Trainer) -> None:
-        """Check the folders of checkpoint callbacks, which are known when training begins.
+    def require_savable(self, trainer: Any) -> None:
+        """Check what is known of checkpoints when training begins.
 
         Raises:
-            ValueError: a folder is remote, and checkpoints of this kind cannot be written there.
+            ValueError: a folder is remote, and checkpoints of this kind cannot be written there; or
+                frozen parameters are left out, and averages of all parameters are kept.
         """
+        for callback in trainer.callbacks:
+            if self._checkpoints.exclude_frozen and isinstance(callback, WeightAveraging):
+                raise ValueError(
+                    f"CheckpointOptions(exclude_frozen=True) with {type(callback).__name__}, whose"
+                    " checkpoints have all parameters twice.\nLeave one of them out."
+                )
         for callback in trainer.checkpoint_callbacks:
             folder = getattr(callback, "dirpath", None)
             if self._is_local_only and folder is not None and is_remote(folder):
@@ -211,8 +219,12 @@ class CheckpointStrategy(ProcessStrategy):
             self._write(single_file.FileSave(checkpoint, Path(filepath), self.replica))
             return
         content = gather_on_rank_zero(checkpoint, self.global_rank)
-        if content is not None:
-            self.checkpoint_io.save_checkpoint(content, filepath, storage_options=storage_options)
+
+        def write() -> None:
+            if content is not None:
+                self.checkpoint_io.save_checkpoint(content, filepath, storage_options)
+
+        run_on_all_ranks(f"Saving {filepath}", write)
 
     @property
     def replica(self) -> tuple[int, int]:
@@ -312,7 +324,9 @@ class CheckpointStrategy(ProcessStrategy):
         """Wait for the last checkpoint before training is over."""
         super().on_train_end()
         self.finish_saving()
-        self._background = None
+        if self._background is not None:
+            self._background.close()
+            self._background = None
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -344,16 +358,17 @@ class CheckpointStrategy(ProcessStrategy):
             return
         path = Path(filepath)
         if self._background is not None and self._background.is_running:
-            self._background.call_after_save(lambda: retire(path))
+            self._background.call_after_save(lambda: retire(path, self._links))
         elif is_remote(filepath) or type(self.checkpoint_io) is not TorchCheckpointIO:
             self.checkpoint_io.remove_checkpoint(filepath)
         else:
-            retire(path)
+            retire(path, self._links)
 
     def link_checkpoint(self, path: _PATH, link: _PATH) -> None:
         """Make ``link`` lead to a checkpoint, once a save in flight is complete; local."""
         if not self.is_global_zero or os.path.abspath(path) == os.path.abspath(link):
             return
+        self._links |= {Path(link)}
         if self._background is not None and self._background.is_running:
             self._background.call_after_save(lambda: point(Path(link), Path(path)))
         else:
@@ -370,7 +385,12 @@ class CheckpointStrategy(ProcessStrategy):
         weights_only = self._checkpoints.weights_only if weights_only is None else weights_only
         self._source = None
         if is_remote(checkpoint_path) or type(self.checkpoint_io) is not TorchCheckpointIO:
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+            checkpoint = {}
+            load = super().load_checkpoint
+            run_on_all_ranks(
+                f"Loading {checkpoint_path}",
+                lambda: checkpoint.update(load(checkpoint_path, weights_only)),
+            )
         else:
             checkpoint = self._load_local(Path(checkpoint_path), weights_only)
         if _SCALER in checkpoint:
@@ -514,7 +534,7 @@ class CheckpointStrategy(ProcessStrategy):
         """
         module = self.lightning_module
         assert module is not None
-        content, source = open_weights(Path(path), self._checkpoints.weights_only)
+        content, source = open_weights(local(path), self._checkpoints.weights_only)
         state = rename_keys(content, key_mapping)
         missing, unexpected = compare_keys(module.state_dict(keep_vars=True), state)
         require_fit(module, missing, unexpected, strict)
@@ -533,14 +553,14 @@ class CheckpointStrategy(ProcessStrategy):
         Each rank writes its own part. Of tied weights the first is written, as Hugging Face does.
 
         Args:
-            folder: receives the files; a folder that is there is replaced when all is written.
+            folder: receives the files when all is written. Other files in it stay.
             key_mapping: pattern -> replacement, which ``re.sub`` applies to the model's keys in
                 order: ``{r"^model\\.": ""}`` for a model of Hugging Face's in ``self.model``.
             max_file_bytes: the most bytes of a file.
         """
         self._require_all_ranks(f"Saving {folder}")
         state = rename_keys(self.lightning_module_state_dict(), key_mapping)
-        WeightsSave(state, Path(folder), self.replica, max_file_bytes).write()
+        WeightsSave(state, local(folder), self.replica, max_file_bytes).write()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ from ..state_dicts.slices import TensorDescription
 from . import single_file
 from .manifest import is_file_name, require_file
 from .regions import ParallelSave, Place, Region, allocate, regions_of
-from .storage import make_folder
+from .storage import make_folder, sync
 from .zip_file import Piece
 
 if TYPE_CHECKING:
@@ -26,20 +28,7 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 10**9
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_OWN_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
 def open_weights(path: Path, weights_only: bool) -> tuple[dict[str, Any], ShardedCheckpoint | None]:
@@ -58,7 +47,7 @@ def open_weights(path: Path, weights_only: bool) -> tuple[dict[str, Any], Sharde
     """
     if (
         path.suffix == ".safetensors"
-        or path.name.endswith(".index.json")
+        or path.name.endswith(".safetensors.index.json")
         or (path / INDEX).exists()
         or _single_file(path).exists()
     ):
@@ -123,7 +112,7 @@ class WeightsSave(ParallelSave):
 
     Args:
         state: has the same slices on all ranks; what is no tensor is left out.
-        path: of the folder.
+        path: of the folder. Other files in it stay; older weights of these names are replaced.
         replica: see :class:`~.regions.ParallelSave`.
         max_file_bytes: the most bytes of a file. A larger tensor has a file of its own.
     """
@@ -140,7 +129,9 @@ class WeightsSave(ParallelSave):
 
     @override
     def begin(self) -> Path:
-        return make_folder(self.path)
+        if self.path.is_file():
+            raise CheckpointError(f"{self.path} is a file.\nWrite the weights to a folder.")
+        return make_folder(self.path, into_folder=True)
 
     @override
     def reserve(self, tree: Any, stage: Path) -> tuple[dict[int, Place], list[Region]]:
@@ -187,6 +178,7 @@ class WeightsSave(ParallelSave):
             index = {"metadata": {"total_size": self._size}, "weight_map": weight_map}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (stage / INDEX).write_text(text, encoding="utf-8")
+            sync(stage / INDEX)
         return places, regions
 
     def _divide(self, tensors: list[tuple[str, Tensor]]) -> list[dict[str, Tensor]]:
@@ -204,6 +196,27 @@ class WeightsSave(ParallelSave):
     def complete(self, stage: Path, pieces: list[Piece]) -> None:
         if sum(piece.size for piece in pieces) != self._size:
             raise CheckpointError("some bytes were written by no rank, or by two")
+        if self.path.is_dir():  # of a tokenizer, say
+            shutil.copytree(
+                self.path,
+                stage,
+                symlinks=True,
+                ignore=self._replaced,
+                copy_function=_link,
+                dirs_exist_ok=True,
+            )
+
+    def _replaced(self, folder: str, names: list[str]) -> list[str]:
+        is_top = Path(folder) == self.path
+        return [name for name in names if is_top and _OWN_FILES.fullmatch(name)]
+
+
+def _link(source: str, target: str) -> None:
+    """Give a file one more name: the old folder, with the other, is deleted."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # a file system without such links
+        shutil.copy2(source, target)
 
 
 def _identity(tensor: Tensor) -> Any:
@@ -214,6 +227,12 @@ def _identity(tensor: Tensor) -> Any:
 
 
 def _name_of(key: str, dtype: torch.dtype) -> str:
-    if dtype not in _NAMES:
-        raise CheckpointError(f"{key!r} has the type {dtype}, which safetensors do not have.")
-    return _NAMES[dtype]
+    from safetensors.torch import save
+
+    try:
+        data = save({"x": torch.empty(0, dtype=dtype)})
+    except Exception as error:  # of several types
+        raise CheckpointError(
+            f"{key!r} has the type {dtype}, which safetensors do not have."
+        ) from error
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["x"]["dtype"]

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ..data import add_entries
 from ..state_dicts.collective_errors import (
     CheckpointError,
     describe_error,
@@ -45,9 +46,8 @@ from ..state_dicts.collective_errors import (
 from ..state_dicts.gather import tensors_in
 from ..state_dicts.slices import SlicedTensor
 from ..support import profile_range
-from .index import INDEX
-from .manifest import MANIFEST, File, Manifest, measure
-from .storage import commit, discard, make_folder, stage_of, sync
+from .manifest import INDEX, MANIFEST, File, Manifest, measure
+from .storage import commit, discard, make_folder, sync
 
 TRAINER_STATE = "meta.pt"
 OTHERS = "others"  # sharded tensors that are neither the model's nor an optimizer's
@@ -68,6 +68,7 @@ class ShardedSave:
 
     Attributes:
         state: nested, with the rank's slices.
+        stage: where it is written first.
         rest: bytes of ``meta.pt``, which rank 0 writes; empty on the other ranks.
         manifest: without files.
     """
@@ -86,10 +87,23 @@ class ShardedSave:
         if any(True for _ in tensors_in(rest, SlicedTensor)):
             self.state[OTHERS] = {}  # averages of weights, and other slices in callback states
             rest = _take_slices(rest, (), self.state[OTHERS])
+        # torch's format takes containers apart, and makes the keys of dicts texts
+        weights = checkpoint["state_dict"]
+        whole = {key: value for key, value in weights.items() if not isinstance(value, Tensor)}
+        if whole:
+            add_entries(rest, extra_states=whole)
         packed = io.BytesIO()
+
+        def prepare() -> Path | None:
+            if rank:
+                return None
+            torch.save(rest, packed)
+            return make_folder(path)
+
         with profile_range("prepare checkpoint"):
-            run_on_all_ranks(f"Saving {path}", lambda: None if rank else torch.save(rest, packed))
-        self.rest = packed.getvalue()
+            stage = run_on_all_ranks(f"Saving {path}", prepare)[0]
+        assert stage is not None
+        self.stage, self.rest = stage, packed.getvalue()
         self.manifest = Manifest(
             world_size, checkpoint.get("epoch", 0), checkpoint.get("global_step", 0)
         )
@@ -100,7 +114,7 @@ class ShardedSave:
         def copy() -> None:
             self.state = _copied(self.state, {})
 
-        with profile_range("copy checkpoint"):
+        with self._failing(), profile_range("copy checkpoint"):
             run_on_all_ranks("Copying shards for a background save", copy)
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
@@ -112,19 +126,24 @@ class ShardedSave:
         Raises:
             CheckpointError: on all ranks; what was at the path is still there.
         """
+        errors = torch_errors(f"Saving {self.path}")
+        with self._failing(), errors, profile_range("write checkpoint"):
+            dcp.save(
+                self.state,
+                storage_writer=_Writer(self),
+                # Every rank has all buffers, and they may differ (running statistics do): rank 0's
+                # are saved, as by every other strategy.
+                planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+                process_group=group,
+            )
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
         try:
-            with torch_errors(f"Saving {self.path}"), profile_range("write checkpoint"):
-                dcp.save(
-                    self.state,
-                    storage_writer=_Writer(self),
-                    # Every rank has all buffers, and they may differ (running statistics do): rank
-                    # 0's are saved, as by every other strategy.
-                    planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-                    process_group=group,
-                )
+            yield
         except CheckpointError:
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                discard(self.path)
+            if rank_and_world_size()[0] == 0:
+                discard(self.stage)
             raise
 
 
@@ -197,7 +216,7 @@ class _Writer(FileSystemWriter):
     """
 
     def __init__(self, save: ShardedSave) -> None:
-        self._save, self._stage = save, stage_of(save.path)
+        self._save, self._stage = save, save.stage
         super().__init__(self._stage)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -205,7 +224,6 @@ class _Writer(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        make_folder(self._save.path)
         self._save.manifest.write(self._stage)
         return super().prepare_global_plan(plans)
 

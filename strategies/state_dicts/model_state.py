@@ -212,8 +212,9 @@ def _read_saved_tensors(
         return state
     if source is None:
         return {**state, **{key: value.read() for key, value in saved.items()}}
+    # hazard: where the file has no values, memory of others would show
     values = {
-        key: torch.empty(value.size(), dtype=value.dtype, device="cpu")
+        key: torch.zeros(value.size(), dtype=value.dtype, device="cpu")
         for key, value in saved.items()
     }
     source.read([(value, values[key]) for key, value in saved.items()])

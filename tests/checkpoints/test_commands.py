@@ -4,6 +4,8 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 
 from checkpoints.runs import Whole, flip, train
 from helpers.models import Recipe
@@ -56,6 +58,63 @@ def test_a_file_that_is_no_checkpoint_is_one_line(tmp_path, capsys, content):
         said = capsys.readouterr()
         assert said.out == "" and said.err.count("\n") == 1 and len(said.err) < 500
         assert f"{file} is no checkpoint" in said.err
+
+
+def test_files_of_other_programs_become_safetensors(tmp_path, capsys):
+    weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(3)}
+    torch.save(weights, tmp_path / "raw.pt")
+    dcp.save(dict(weights), checkpoint_id=tmp_path / "plain", no_dist=True)
+    adam = {
+        "state": {"a": {"exp_avg": torch.ones(2, 3)}},
+        "param_groups": [{"lr": 0.1, "params": ["a"]}],
+    }
+    of_fsdp = {"model": dict(weights), "optimizer_0": adam}
+    dcp.save(of_fsdp, checkpoint_id=tmp_path / "fsdp", no_dist=True)
+    torch.save({"epoch": 2, "global_step": 7}, tmp_path / "fsdp" / "meta.pt")
+    for name in ("raw.pt", "plain", "fsdp"):
+        paths = [str(tmp_path / name), str(tmp_path / "out" / name)]
+        assert main(["consolidate", "--safetensors", *paths]) == 0, capsys.readouterr().err
+        assert_same_tensors(load_file(tmp_path / "out" / name / "model.safetensors"), weights)
+    for name, optimizers in (("plain", []), ("fsdp", [adam])):
+        paths = [str(tmp_path / name), str(tmp_path / f"{name}.ckpt")]
+        assert main(["consolidate", *paths]) == 0, capsys.readouterr().err
+        read = torch.load(paths[1], weights_only=True)
+        assert_same_tensors(read["state_dict"], weights)
+        found = [state["state"][0] for state in read.get("optimizer_states", [])]
+        assert [s["exp_avg"].tolist() for s in found] == [
+            s["state"]["a"]["exp_avg"].tolist() for s in optimizers
+        ]
+
+
+def test_what_is_there_is_not_replaced(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    torch.save({"state_dict": {"a": torch.ones(2)}}, tmp_path / "run" / "last.ckpt")
+    before = (tmp_path / "run" / "last.ckpt").read_bytes()
+    paths = [str(tmp_path / "run" / "last.ckpt"), str(tmp_path / "run")]
+    assert main(["consolidate", *paths]) == 1
+    assert f"{tmp_path}/run is a folder with other files" in capsys.readouterr().err
+    assert main(["consolidate", "--safetensors", *paths]) == 0
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "last.ckpt",
+        "model.safetensors",
+    ]
+    assert (tmp_path / "run" / "last.ckpt").read_bytes() == before
+
+
+@pytest.mark.parametrize("arguments", [["x.ckpt", "s3://bucket/x"], ["s3://bucket/x", "x.ckpt"]])
+def test_a_url_is_told(arguments, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["consolidate", *arguments])
+    assert "invalid local value: 's3://bucket/x'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_that_claim_more_than_the_file_has(tmp_path, capsys):
+    torch.save({"state_dict": {"a": torch.zeros(1).expand(50_000_000)}}, tmp_path / "x.ckpt")
+    paths = [str(tmp_path / "x.ckpt"), str(tmp_path / "out")]
+    assert main(["consolidate", "--safetensors", *paths]) == 1
+    assert "a of 200,000,000 bytes repeats itself" in capsys.readouterr().err
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path, monkeypatch, capsys):

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from checkpoints.runs import Whole, flip, full_weights, train
@@ -277,6 +277,36 @@ def save_elsewhere(rank, world_size):
     result = train(world_size, Whole(RECIPE), 2, read="memory://runs/last.ckpt")
     whole = train(world_size, Whole(RECIPE), 2)
     assert result.losses == whole.losses[len(module.losses) :]
+
+
+class Unavailable(TorchCheckpointIO):
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        raise OSError(f"503: {path}")
+
+
+def fail_elsewhere(rank, world_size):
+    """The run goes on where a store takes no checkpoint and the error is caught."""
+    module, errors = Whole(RECIPE), []
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            try:
+                trainer.save_checkpoint("memory://runs/x.ckpt")
+            except CheckpointError as error:
+                errors.append(str(error))
+
+    runner = trainer(zero3(checkpoint_io=Unavailable()), world_size, callbacks=[Saves()])
+    runner.fit(module)
+    return errors
+
+
+def test_a_store_that_fails_is_an_error_on_all_ranks():
+    first, second = run_ranks(fail_elsewhere, 2, timeout=60)
+    assert first == second and len(first) > 1
+    assert (
+        first[0]
+        == "Saving memory://runs/x.ckpt failed on rank 0: OSError: 503: memory://runs/x.ckpt"
+    )
 
 
 def test_object_stores_take_single_files_only():

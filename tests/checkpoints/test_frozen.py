@@ -3,6 +3,7 @@
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -119,6 +120,39 @@ def test_what_is_trained_alone_is_saved_and_loaded(kind, tmp_path):
             assert torch.equal(value, expected[key])
         elif key in trained:
             assert torch.equal(value, state["state_dict"][key])
+
+
+def freeze_later(rank, world_size, folder):
+    """Train everything, then the adapters alone in another run, whose checkpoint lacks the rest."""
+    module = Finetuned()
+    module.net.requires_grad_(True)
+    fit(world_size, module, 1)
+    for layer in module.net:
+        layer.base.requires_grad_(False)
+    fit(world_size, module, 1).save_checkpoint(f"{folder}/a.ckpt")
+    with pytest.raises(CheckpointError, match=r"'net.0.base.weight' .* has other values than"):
+        fit(world_size, Finetuned(), 2, f"{folder}/a.ckpt")
+    base = {"net": [layer.base.state_dict() for layer in module.net]}
+    again = Finetuned()
+    for layer, state in zip(again.net, base["net"], strict=True):
+        layer.base.load_state_dict(state)
+    fit(world_size, again, 2, f"{folder}/a.ckpt")
+
+
+def test_weights_that_another_run_trained_are_missed(tmp_path):
+    run_ranks(freeze_later, 2, str(tmp_path), timeout=60)
+
+
+def average(rank, world_size):
+    runner = trainer(strategy(), world_size, max_epochs=1, callbacks=[EMAWeightAveraging()])
+    module = Finetuned()
+    with pytest.raises(ValueError, match=r"with EMAWeightAveraging, .*\nLeave one of them out"):
+        runner.fit(module)
+    assert not module.losses
+
+
+def test_averages_have_all_parameters():
+    run_ranks(average, 1)
 
 
 class Unfrozen(Finetuned):

@@ -7,13 +7,14 @@ from functools import cache
 import pytest
 import torch
 from lightning.pytorch import Callback
+from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from checkpoints import elastic
 from checkpoints.runs import Whole, train
 from helpers.models import Recipe
-from helpers.parity import assert_same_tensors, assert_tensors_close, relative, zero3
+from helpers.parity import assert_same_tensors, assert_tensors_close, relative, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
 
@@ -61,6 +62,45 @@ def resume(rank, world_size, folder):
             strategy=sharded(),
         )
     return runs, elastic.resume(world_size, folder)
+
+
+EXTRAS = [{1: 2, (0, 1): "x"}, {"a": {}, "b": 1}, {}, {"a": torch.ones(2)}, [torch.zeros(3)]]
+
+
+class Extra(Whole):
+    """With modules that have more in the state dict than tensors."""
+
+    def __init__(self, recipe, extras=(None,) * 5):
+        super().__init__(recipe)
+        self.more = nn.ModuleList(map(HasExtra, extras))
+
+
+class HasExtra(nn.Module):
+    def __init__(self, extra):
+        super().__init__()
+        self.extra = extra
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+def extra(rank, world_size, folder, kind):
+    strategy = zero3(checkpoint=CheckpointOptions(kind=kind))
+    runner = trainer(strategy, world_size, max_steps=1)
+    runner.fit(Extra(RECIPES["adamw"], EXTRAS))
+    runner.save_checkpoint(f"{folder}/x.ckpt")
+    module = Extra(RECIPES["adamw"])
+    trainer(zero3(), world_size, max_steps=2).fit(module, ckpt_path=f"{folder}/x.ckpt")
+    return [part.extra for part in module.more]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "file"])
+def test_extra_states_come_back_as_they_were(kind, tmp_path):
+    for found in run_ranks(extra, 2, str(tmp_path), kind, timeout=60):
+        assert str(found) == str(EXTRAS)
 
 
 def load_again(rank, world_size, folder):

@@ -7,6 +7,7 @@ import pathlib
 import pickle
 import random
 import re
+import shutil
 import stat
 import zipfile
 import zlib
@@ -23,7 +24,9 @@ from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions, Zero3Strategy
 from lightning_zero3.__main__ import main
 from lightning_zero3.strategies.checkpoints import single_file, storage
-from lightning_zero3.strategies.checkpoints.index import INDEX, read_index
+from lightning_zero3.strategies.checkpoints.index import read_index
+from lightning_zero3.strategies.checkpoints.manifest import INDEX, MANIFEST
+from lightning_zero3.strategies.checkpoints.sharded import ShardedCheckpoint
 from lightning_zero3.strategies.checkpoints.weights import open_weights
 from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
 
@@ -177,6 +180,13 @@ def chunk_outside(metadata):
     kind.chunks[0].offsets = torch.Size([1] * len(kind.size))
 
 
+def one_chunk_four_times(metadata):
+    kind = next(k for k in metadata.state_dict_metadata.values() if hasattr(k, "chunks"))
+    size = torch.Size([len(kind.size) * 4 or 4])
+    part = dcp_metadata.ChunkStorageMetadata(torch.Size([0]), torch.Size([size[0] // 4]))
+    kind.size, kind.chunks = size, [part] * 4
+
+
 def more_than_the_file_has(metadata):
     kind = next(k for k in metadata.state_dict_metadata.values() if hasattr(k, "chunks"))
     size = torch.Size([2**40] * len(kind.size))
@@ -207,6 +217,7 @@ def compressed(metadata):
         (no_path, "is no path"),
         (size_without_chunks, "has chunks of 0 of 1,000,000,000,000 elements"),
         (chunk_outside, "has a chunk outside of its shape"),
+        (one_chunk_four_times, "has two chunks in one place"),
         (compressed, "is stored in another form"),
         (more_than_the_file_has, r"bytes for a chunk of [\d,]{16,} bytes"),
         (chunk_without_a_place, "has no place for a chunk of"),
@@ -578,9 +589,22 @@ def test_links_in_the_place_of_our_folders_are_refused(name, kind, tmp_path):
     assert (mine / "last.ckpt" / "precious").read_text() == "x" and (mine / ("0" * 32)).is_dir()
 
 
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_links_in_a_directory_are_refused(has_manifest, checkpoint, tmp_path):
+    bad = tmp_path / "bad.ckpt"
+    shutil.copytree(checkpoint, bad)
+    if not has_manifest:
+        (bad / MANIFEST).unlink()
+    shard = next(bad.glob("*.distcp"))
+    shard.unlink()
+    shard.symlink_to("/etc/passwd")
+    with pytest.raises(CheckpointError, match=f"{shard.name} is a link"):
+        ShardedCheckpoint(bad)
+
+
 @pytest.mark.parametrize("what", ["a FIFO", "another user's file", "a file for the folder"])
 def test_what_is_not_ours_is_refused(what, tmp_path):
-    stage = tmp_path / ".unfinished" / "a.ckpt"
+    stage = tmp_path / ".unfinished" / f"a.ckpt.{'0' * 32}"
     if what == "a file for the folder":
         stage.parent.write_text("x")
     else:
@@ -628,7 +652,7 @@ def test_users_who_share_a_folder_have_folders_of_their_own(tmp_path, monkeypatc
     path = tmp_path / "a.ckpt"
     for _ in range(2):  # the second replaces the first, which is removed
         stage = storage.make_folder(path)
-        assert stage == tmp_path / ".unfinished-0" / "a.ckpt"
+        assert stage.parent == tmp_path / ".unfinished-0"
         storage.commit(stage, path)
     assert sorted(file.name for file in tmp_path.iterdir()) == [".removed", ".unfinished", "a.ckpt"]
     assert all((tmp_path / name / ("b" * 32)).is_dir() for name in (".unfinished", ".removed"))

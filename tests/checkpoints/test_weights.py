@@ -223,6 +223,7 @@ def mixed(rank, world_size, folder):
         "half": torch.ones(5, dtype=torch.bfloat16),
         "across": torch.arange(6.0).view(2, 3).t(),
         "none": torch.empty(0, 4),
+        "complex": torch.view_as_complex(torch.rand(3, 2)),
     }
     WeightsSave(state, Path(folder)).write()
     return state
@@ -231,9 +232,36 @@ def mixed(rank, world_size, folder):
 def test_dtypes_are_aligned_and_what_safetensors_lack_is_named(tmp_path):
     (state,) = run_ranks(mixed, 1, str(tmp_path / "mixed"))
     assert_same_tensors(load_file(tmp_path / "mixed" / "model.safetensors"), state)
-    with pytest.raises(CheckpointError, match="'x' has the type torch.complex64"):
-        WeightsSave({"x": torch.ones(2, dtype=torch.complex64)}, tmp_path / "complex")
+    with pytest.raises(CheckpointError, match="'x' has the type torch.complex128"):
+        WeightsSave({"x": torch.ones(2, dtype=torch.complex128)}, tmp_path / "complex")
     assert not (tmp_path / "complex").exists()
+
+
+def save_again(rank, world_size, folder):
+    """Into a folder that has a tokenizer, a link, a checkpoint below, and older weights in two files."""
+    folder = Path(folder)
+    WeightsSave({"a": torch.ones(4), "b": torch.ones(4)}, folder, max_file_bytes=16).write()
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "link").symlink_to("tokenizer.json")
+    (folder / "below").mkdir()
+    (folder / "below" / "model.safetensors").write_text("another's")
+    WeightsSave({"a": torch.zeros(4)}, folder).write()
+
+
+def test_other_files_of_the_folder_stay(tmp_path):
+    folder = tmp_path / "out"
+    run_ranks(save_again, 1, str(folder))
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) == [
+        "below",
+        "below/model.safetensors",
+        "link",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert_same_tensors(load_file(folder / "model.safetensors"), {"a": torch.zeros(4)})
+    assert (folder / "link").is_symlink() and (folder / "link").read_text() == "{}"
+    with pytest.raises(CheckpointError, match=r"model.safetensors is a file.\nWrite the weights"):
+        WeightsSave({"a": torch.ones(4)}, folder / "model.safetensors")
 
 
 def share(rank, world_size, folder):

@@ -181,7 +181,7 @@ def test_an_incomplete_last_is_replaced_by_the_last_complete_one(tmp_path):
     assert (
         chosen.remarks[0]
         == f"{tmp_path}/step=10.ckpt: incomplete: its save did not finish (1 of 3 shards were"
-        " begun)."
+        f" begun). Delete {stage} if no job is writing it."
     )
     lost = "incomplete: 1 of 2 shards (__1_0.distcp missing)"
     assert (
@@ -203,9 +203,9 @@ def test_a_link_leads_to_a_whole_checkpoint_at_any_moment(tmp_path, monkeypatch)
     with monkeypatch.context() as patch, pytest.raises(Died):
         remove = storage.remove
         patch.setattr(storage, "remove", lambda path: die() if path == old else remove(path))
-        storage.retire(old)
+        storage.retire(old, [link])
     assert Manifest.read(link).global_step == 2
-    storage.retire(old)
+    storage.retire(old, [link])
     assert {path.name for path in tmp_path.iterdir()} <= {"last.ckpt", "step=2.ckpt", ".removed"}
     assert storage.last_complete(tmp_path, besides=link) is None, (
         "the link's target is no other checkpoint"
@@ -220,14 +220,74 @@ def test_what_the_disk_did_not_take_is_an_error(tmp_path, monkeypatch):
 
     path = tmp_path / "one.ckpt"
     path.write_text("before")
-    storage.begin(path).write_text("after")
+    stage = storage.begin(path)
+    stage.write_text("after")
     monkeypatch.setattr(os, "fsync", partial(fail, errno.EIO))
     with pytest.raises(OSError, match="Input/output error"):
-        storage.commit(storage.stage_of(path), path)
+        storage.commit(stage, path)
     assert path.read_text() == "before"
     monkeypatch.setattr(os, "fsync", partial(fail, errno.EINVAL))
-    storage.commit(storage.stage_of(path), path)
+    storage.commit(stage, path)
     assert path.read_text() == "after"
+
+
+def test_links_of_the_users_own_stay(tmp_path):
+    old, new = tmp_path / "step=1.ckpt", tmp_path / "step=2.ckpt"
+    for step, path in enumerate((old, new), 1):
+        write(path, step)
+    users, others = tmp_path / "paper.ckpt", tmp_path / "other.ckpt"
+    for link in (users, others):
+        link.symlink_to(old.name)
+    storage.retire(others, [users])  # a link goes, what it leads to stays
+    assert os.readlink(users) == old.name and old.exists()
+    storage.retire(old)
+    assert os.readlink(users) == old.name and not old.exists()
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "precious").write_text("x")
+    with pytest.raises(CheckpointError, match=r"run is a folder with other files.\nWrite to"):
+        storage.begin(folder)
+    assert [path.name for path in tmp_path.rglob("*")] == ["run", "precious"]
+
+
+def test_of_two_jobs_with_one_name_the_one_that_began_last_writes_it(tmp_path):
+    path = tmp_path / "last.ckpt"
+    path.write_text("before")
+    first = storage.begin(path)
+    first.write_text("first")
+    second = storage.begin(path)
+    second.write_text("second, not yet whole")
+    with pytest.raises(CheckpointError, match=r"Another job writes .*last.ckpt"):
+        storage.commit(first, path)
+    assert path.read_text() == "before"
+    storage.commit(second, path)
+    assert path.read_text() == "second, not yet whole"
+
+
+@pytest.mark.parametrize("neighbour", ["a link to itself", "a folder of another user's"])
+def test_a_neighbour_does_not_stop_a_good_checkpoint(tmp_path, neighbour, monkeypatch):
+    good, other = tmp_path / "good.ckpt", tmp_path / "other.ckpt"
+    write(good, 1)
+    if neighbour == "a link to itself":
+        other.symlink_to(other.name)
+    else:
+        write(other, 2)
+        read = Manifest.read
+
+        def refuse(folder):
+            return read(folder) if folder != other else die_of_permissions()
+
+        monkeypatch.setattr(Manifest, "read", refuse)
+    assert storage.choose(good, newest=False).path == good
+    storage.retire(good, [other])
+    assert not good.exists()
+
+
+def die_of_permissions():
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 BROKEN = {
