@@ -94,8 +94,9 @@ class Activations:
         self._known: WeakValueDictionary[tuple[int, int], Stored] = WeakValueDictionary()
         self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
         self._open: _Group | None = None  # what is saved now; None: it stays
-        # a group, the end of its copies, and what must live as long
-        self._flight: tuple[_Group, Any, list[tuple[Tensor, Tensor]]] | None = None
+        # a group that is copied, and what must live until that ends
+        self._flight: tuple[_Group, list[tuple[Tensor, Tensor]]] | None = None
+        self._mark: Any = None  # the end of the last copies
         self._saved = self._moved = self._most = 0  # bytes in this step; the most saved in any
 
     def describe(self) -> str:
@@ -113,6 +114,7 @@ class Activations:
             if self._needed > self.memory.nbytes:
                 # Here, where all ranks are or have been: to register memory waits for the device.
                 # Until now what did not fit went to pages that are copied by way of the host.
+                self._stream.wait(self._mark)  # hazard: memory that goes while it is being copied
                 self.memory = HostMemory(self._needed, self._device)
             self.memory.rewind()
             self._needed = 0
@@ -191,19 +193,18 @@ class Activations:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
 
-        mark = None
         if self._stream.on_device:
-            mark = self._stream.run(work, [target for target, _ in pairs])
+            self._mark = self._stream.run(work, [target for target, _ in pairs])
         else:
             work()
-        self._flight = group, mark, pairs
+        self._flight = group, pairs
 
     def _land(self, drop: bool = False) -> None:
         """``drop``: in a forward, where what is on its way leaves."""
         if self._flight is not None:
             # hazards: memory that is freed, and another's, while it is being copied; computing with
             # what is still arriving
-            self._stream.join(self._flight[1])
+            self._stream.join(self._mark)
             group, self._flight = self._flight[0], None
             for stored in group.alive() if drop else ():
                 stored.here = self._nothing

@@ -85,11 +85,20 @@ def parse_size(option: str, others: str, value: object) -> int:
 
 
 def start_worker(device: torch.device) -> Executor:
-    """A thread of the host that does one thing after another."""
-    # hazard: a thread's own device is the first one, where waiting for an event of another would
-    # make a context
-    set_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
-    return ThreadPoolExecutor(1, "zero3-host-worker", initializer=set_device)
+    """A thread of the host that does one thing after another, on half of the rank's cores."""
+
+    def begin() -> None:
+        torch.set_num_threads(max(1, torch.get_num_threads() // 2))
+        if device.type == "cuda":
+            # hazard: a thread's own device is the first one, where waiting for an event of another
+            # would make a context
+            torch.cuda.set_device(device)
+
+    worker = ThreadPoolExecutor(1, "zero3-host-worker", initializer=begin)
+    worker.submit(int).result()
+    # what the worker has set would also be that of threads to come
+    torch.set_num_threads(torch.get_num_threads())
+    return worker
 
 
 class HostMemory:

@@ -136,7 +136,10 @@ class SavedTensors:
         if self._activations is None or type(packed) is not tuple:
             return packed
         with torch._C.DisableTorchFunction():
-            return self._activations.take(packed[0]) or packed
+            try:
+                return self._activations.take(packed[0]) or packed
+            except RuntimeError:  # a nested tensor, or another without one plain storage
+                return packed
 
     def _unpack(self, saved: Any) -> Tensor:
         kind = type(saved)

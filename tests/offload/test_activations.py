@@ -1,5 +1,6 @@
 """What autograd saves moves to the host and comes back: every number as without, to the bit."""
 
+from contextlib import nullcontext
 from functools import partial
 from unittest.mock import patch
 
@@ -188,7 +189,7 @@ def wait_and_bring(self, saved, bring=activations.Activations.bring):
 def poison_what_is_freed(self, drop=False, land=activations.Activations._land):
     """Memory that is freed gets other values, perhaps before a copy of it is made."""
     before = [stored.here for stored in self._flight[0].alive()] if self._flight else []
-    pairs = self._flight and self._flight[2]
+    pairs = self._flight and self._flight[1]
     land(self, drop)
     for here in before if drop else ():
         storage = here.untyped_storage()
@@ -263,7 +264,7 @@ def test_what_is_on_the_device():
 
 @patch.object(activations, "SMALLEST", 1)
 def do_odd_things(rank, world_size):
-    """What is refused as in torch; graphs that live on, or are dropped."""
+    """What is refused as in torch; graphs that live on, or are dropped; kinds of tensors."""
     engine, optimizer, model = build(world_size, 0, late=True)
     plain = make(Net)
     batches = tokens(4)
@@ -288,6 +289,19 @@ def do_odd_things(rank, world_size):
     sum(losses).backward()
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-6)
+    optimizer.zero_grad()
+    leaf = torch.randn(3, 10, requires_grad=True)
+    values = []
+    for run in (engine.step, nullcontext):
+        with run():
+            z = torch.view_as_complex(torch.stack([leaf, leaf.sin()], -1))
+            value = (z * z.conj() * z.conj().imag).abs().square().sum()
+            value = value + torch.sparse.mm(torch.eye(3).to_sparse(), leaf.exp()).square().sum()
+            rows = torch.nested.nested_tensor([leaf[0], leaf[1, :5]])
+            value = value + (rows * rows).to_padded_tensor(0.0).sum()
+            value = value + torch.vmap(lambda row: row.sin() * row)(leaf).sum()
+        values.append(torch.autograd.grad(value, leaf)[0])
+    assert torch.equal(*values)
 
 
 def test_odd_things():

@@ -1,6 +1,7 @@
 """Shards in host memory give bit for bit the numbers of shards on the device."""
 
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -263,3 +264,19 @@ def call_hooks(rank, world_size):
 
 def test_hooks_on_all_optimizers():
     assert run_ranks(call_hooks, 1, timeout=60) == [[1]]
+
+
+def count_threads(rank, world_size):
+    """Threads of the worker's operations, of the training's, and of a new thread's."""
+    torch.set_num_threads(4)
+    engine, *_ = build(world_size, Offload("optimizer"), False)
+    with ThreadPoolExecutor(1) as other:
+        return (
+            engine.host.worker.submit(torch.get_num_threads).result(),
+            torch.get_num_threads(),
+            other.submit(torch.get_num_threads).result(),
+        )
+
+
+def test_the_worker_takes_half_of_the_cores():
+    assert run_ranks(count_threads, 1, timeout=60) == [(2, 4, 4)]
