@@ -5,6 +5,7 @@ are going to write is nan meanwhile: a wait that is missing shows as nan, each t
 """
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_zero3.strategies.engine.streams import Stream
 
@@ -55,8 +56,9 @@ class LateStream(Stream):
 
     def wait(self, mark):
         self.queue.run_until(mark)
-        for _, target, value in [each for each in self.hidden if each[0] <= mark]:
-            target.copy_(value)
+        with _disable_current_modes():  # the device's doing: who counts copies does not see it
+            for _, target, value in [each for each in self.hidden if each[0] <= mark]:
+                target.copy_(value)
         self.hidden = [each for each in self.hidden if each[0] > mark]
 
     def join(self, mark):
