@@ -78,7 +78,11 @@ class _ShardedClipping(Precision):
         factor = torch.clamp(clip_val / (norm + 1e-6), max=1.0)
         for device in {grad.device for grad in self._gradients}:  # offload has two
             its = [grad for grad in self._gradients if grad.device == device]
-            torch._foreach_mul_(its, factor.to(device))
+            here = factor.to(device)
+            # In host memory most steps are spared a pass over gradients; a device would be waited
+            # for.
+            if device.type != "cpu" or here != 1:
+                torch._foreach_mul_(its, here)
 
 
 class Zero3Precision(_ShardedClipping, Precision):
