@@ -25,7 +25,6 @@ from .exchange_log import (
     require_same_values,
 )
 from .factory import make_collectives, make_hybrid_collectives
-from .pairwise import PairwiseCollectives
 from .process_group import (
     ComparedCollectives,
     GroupCollectives,
@@ -50,7 +49,6 @@ __all__ = [
     "HostClock",
     "LocalCollectives",
     "Meeting",
-    "PairwiseCollectives",
     "Pending",
     "Setting",
     "SharedMemoryCollectives",

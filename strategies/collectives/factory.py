@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .hybrid import HybridCollectives
-from .pairwise import PairwiseCollectives
 from .process_group import ComparedCollectives, GroupCollectives, LocalCollectives
 from .shared_memory import SharedMemoryCollectives
 
@@ -23,10 +22,9 @@ def make_collectives(group: dist.ProcessGroup | None, device: torch.device) -> L
     if group is None or dist.get_world_size(group) == 1:
         return LocalCollectives()
     backend = dist.get_backend(group)
-    if backend == "gloo" and device.type == "cpu":
-        return SharedMemoryCollectives.open(group) or PairwiseCollectives(group)
     if backend == "gloo":
-        return ComparedCollectives(group)
+        is_local = device.type == "cpu"
+        return (is_local and SharedMemoryCollectives.open(group)) or ComparedCollectives(group)
     return GroupCollectives(group, group if backend == "fake" else _make_host_group(group, device))
 
 

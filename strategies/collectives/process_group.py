@@ -135,9 +135,13 @@ class LocalCollectives:
     ) -> Work:
         """Reduce-scatter an fp32 ``buffer``, whose summands travel rounded to ``dtype``.
 
-        See :meth:`reduce_scatter`; ``room`` is as in :func:`narrow`.
+        See :meth:`reduce_scatter`; ``room`` is as in :func:`narrow`. The shard of every rank is
+        rounded, also this rank's own, so that a sum does not depend on the rank that computes it.
         """
-        return _RoundedSum(self, buffer, dtype, room, label)
+        arriving = buffer.view(dtype)[buffer.numel() :]
+        exchange = self.all_to_all(narrow(buffer, dtype, room), arriving, label)
+        # The result overwrites the first rounded values, which have been sent when it is computed.
+        return _RankedSum(buffer[: buffer.numel() // self.world_size], exchange)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce ``tensor`` over ranks in place ("sum", "max", "min")."""
@@ -159,34 +163,27 @@ class LocalCollectives:
         return [value]
 
 
-class _RoundedSum(Pending):
-    """A reduce-scatter of ``buffer`` [world_size * shard, fp32] whose summands travel in ``dtype``.
+class _RankedSum(Pending):
+    """A reduce-scatter into ``result`` [shard], made of an all-to-all.
 
-    It rounds the shard of every rank, also this rank's own, so that a sum does not depend on the
-    rank that computes it. It sums in rank order when all have arrived, independent of timing.
+    It sums in rank order when all summands have arrived, independent of timing.
+
+    Args:
+        exchange: brings the summands [world_size * shard], in the dtype that they travel in.
     """
 
-    def __init__(
-        self,
-        communicator: LocalCollectives,
-        buffer: Tensor,
-        dtype: torch.dtype,
-        room: Tensor,
-        label: int,
-    ) -> None:
-        # The result overwrites the first rounded values, which have been sent when it is computed.
-        super().__init__(buffer[: buffer.numel() // communicator.world_size])
-        arriving = buffer.view(dtype)[buffer.numel() :]
-        self._exchange = communicator.all_to_all(narrow(buffer, dtype, room), arriving, label)
-        self._world_size = communicator.world_size
+    def __init__(self, result: Tensor, exchange: Work) -> None:
+        super().__init__(result)
+        self._exchange = exchange
 
     def wait(self) -> Tensor:
         """See :meth:`Work.wait`."""
-        first, *others = self._exchange.wait().view(self._world_size, -1)
-        self._result.copy_(first)
+        total, *others = self._exchange.wait().view(-1, self._result.numel())
+        if total.dtype != self._result.dtype:
+            total = self._result.copy_(total)
         for summand in others:
-            self._result.add_(summand)
-        return self._result
+            total = torch.add(total, summand, out=self._result)
+        return total
 
 
 class GroupCollectives(LocalCollectives):
@@ -233,10 +230,10 @@ class GroupCollectives(LocalCollectives):
         """See :meth:`LocalCollectives.all_to_all`."""
         self.meet(label)
         # As bytes, because gloo does not know every dtype.
-        dist.all_to_all_single(
-            arriving.view(torch.uint8), sent.view(torch.uint8), group=self._group
+        work = dist.all_to_all_single(
+            arriving.view(torch.uint8), sent.view(torch.uint8), group=self._group, async_op=True
         )
-        return Pending(arriving)
+        return Pending(arriving, [work])
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """See :meth:`LocalCollectives.all_reduce`."""
@@ -281,11 +278,11 @@ class GroupCollectives(LocalCollectives):
 
 
 class ComparedCollectives(GroupCollectives):
-    """Collectives of a group, before each of which every rank gets the labels of the others.
+    """Collectives of a group over gloo, before each of which every rank gets the others' labels.
 
-    For gloo with CUDA tensors, where the host waits for each exchange anyway: ranks that are about
-    to run different exchanges raise at once, instead of mixing their tensors or waiting for each
-    other for ever.
+    The host waits for that: ranks that are about to run different exchanges raise at once, instead
+    of mixing their tensors or waiting for each other for ever. Sums are taken in rank order; gloo's
+    own reduce-scatter would send twice the necessary bytes.
     """
 
     def all_gather(self, buffer: Tensor, label: int = 0) -> Work:
@@ -295,8 +292,8 @@ class ComparedCollectives(GroupCollectives):
 
     def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.reduce_scatter`."""
-        self._require_same_labels(label)
-        return super().reduce_scatter(buffer, label)
+        exchange = self.all_to_all(buffer, torch.empty_like(buffer), label)
+        return _RankedSum(buffer.view(self.world_size, -1)[self.rank], exchange)
 
     def meet(self, label: int) -> None:
         """See :meth:`LocalCollectives.meet`."""

@@ -2,8 +2,8 @@
 
 Unsharded buffers and the reduce buffer lie in such memory. A rank that has put its part there posts
 the exchange in its flags; the others copy, or add, straight from there. Results are bitwise those
-of :class:`~.pairwise.PairwiseCollectives`. ``wait()`` of an exchange also waits until every other
-rank has read this rank's part: only then may the memory change.
+of :class:`~.process_group.ComparedCollectives`. ``wait()`` of an exchange also waits until every
+other rank has read this rank's part: only then may the memory change.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import platform
 import secrets
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,14 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .exchange_log import Meeting
-from .pairwise import PairwiseCollectives
-from .process_group import Pending, Work
+from .process_group import ComparedCollectives, Pending, Work
 from .shared_flags import FLAGS_BYTES, SharedFlags
 
 _BALLOT_BYTES = 1 << 16  # memory of each rank for agreements
 
 
-class SharedMemoryCollectives(PairwiseCollectives):
+class SharedMemoryCollectives(ComparedCollectives):
     """Collectives between ranks of one machine on the CPU.
 
     Tensors outside the memory of :meth:`allocate` travel by way of the base class.
@@ -34,6 +34,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
 
     def __init__(self, group: dist.ProcessGroup, flags: SharedFlags, ballots: list[Tensor]) -> None:
         super().__init__(group)
+        self.others = [rank for rank in range(self.world_size) if rank != self.rank]
         self.flags = flags
         self.unread: list[_Exchange] = []  # exchanges of which this rank has to read
         flags.on_wait, flags.require_same_label = self._read, self.require_same_label
@@ -100,8 +101,12 @@ class SharedMemoryCollectives(PairwiseCollectives):
         buffers = self._find_buffers(buffer)
         if buffers is None:
             return super().all_gather(buffer, label)
-        self.exchange_log.progress[1] += 1
-        gather = _Gather(self, label, buffer, buffers)
+
+        def read() -> None:
+            for rank in self.others:
+                buffers[self.rank][rank].copy_(buffers[rank][rank])
+
+        gather = _Exchange(self, label, buffer, read)
         gather.read()  # the last rank to come need not wait for the others then
         return gather
 
@@ -110,28 +115,45 @@ class SharedMemoryCollectives(PairwiseCollectives):
         buffers = self._find_buffers(buffer)
         if buffers is None:
             return super().reduce_scatter(buffer, label)
-        self.exchange_log.progress[1] += 1
-        summands = [shards[self.rank] for shards in buffers]
-        return _Sum(self, label, summands[self.rank], summands)
+        total = buffers[self.rank][self.rank]
+
+        def read() -> None:
+            # No other rank reads this part of rank 0's block, so it may hold the partial sum. From
+            # this rank's own part on, which the sum has then read, the sum lies there.
+            partial = buffers[0][self.rank]
+            for rank in range(1, self.world_size):
+                target = total if rank >= self.rank else partial
+                partial = torch.add(partial, buffers[rank][self.rank], out=target)
+
+        return _Exchange(self, label, total, read)
 
     def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.all_to_all`."""
         buffers = self._find_buffers(sent)
         if buffers is None:
             return super().all_to_all(sent, arriving, label)
-        self.exchange_log.progress[1] += 1
-        return _Swap(self, label, arriving, [parts[self.rank] for parts in buffers])
+
+        def read() -> None:
+            for rank, target in enumerate(arriving.view(self.world_size, -1)):
+                target.copy_(buffers[rank][self.rank])
+
+        return _Exchange(self, label, arriving, read)
 
     def agree(self, values: Tensor, meeting: Meeting = Meeting.AGREEMENT) -> Tensor:
         """See :meth:`LocalCollectives.agree`."""
         if values.nbytes > _BALLOT_BYTES:
             return super().agree(values, meeting)
-        self.exchange_log.progress[1] += 1
-        self._ballots[self.rank][: values.numel()] = values
-        return _Maximum(self, meeting, values, self._ballots).wait()
+        count = values.numel()
+        self._ballots[self.rank][:count] = values
 
-    def _exchange_label(self, label: int) -> Any:
-        return _Label(self, label, self._ballots[0], [])  # the caller ignores the result
+        def read() -> None:
+            for rank in self.others:
+                torch.maximum(values, self._ballots[rank][:count], out=values)
+
+        return _Exchange(self, meeting, values, read).wait()
+
+    def _require_same_labels(self, label: int) -> None:
+        _Exchange(self, label, self._ballots[0], lambda: None).wait()
 
 
 class _Exchange(Pending):
@@ -142,20 +164,21 @@ class _Exchange(Pending):
     Args:
         label: the label to post.
         result: the return value of :meth:`wait`.
-        parts: memory of each rank, in rank order.
+        read_parts: computes the result from memory of all ranks.
     """
 
     def __init__(
-        self, communicator: SharedMemoryCollectives, label: int, result: Tensor, parts: list[Tensor]
+        self,
+        communicator: SharedMemoryCollectives,
+        label: int,
+        result: Tensor,
+        read_parts: Callable[[], None],
     ) -> None:
-        super().__init__(result)
-        self._communicator, self._label, self._parts = communicator, label, parts
+        self._result, self._read_parts = result, read_parts
+        self._communicator, self._label = communicator, label
+        communicator.exchange_log.progress[1] += 1
         self._number = communicator.flags.post(label)
         communicator.unread.append(self)
-
-    def read_parts(self) -> None:
-        """Compute the result from the parts of all ranks."""
-        raise NotImplementedError
 
     def read(self) -> None:
         """Read the parts if all ranks have posted by now."""
@@ -163,7 +186,7 @@ class _Exchange(Pending):
         for rank in communicator.others:
             if not communicator.flags.is_posted(rank, self._number, self._label):
                 return
-        self.read_parts()
+        self._read_parts()
         communicator.unread.remove(self)
         communicator.flags.finish(self._number)
 
@@ -179,57 +202,6 @@ class _Exchange(Pending):
         # hazard: the caller overwrites memory that other ranks still read
         communicator.flags.wait_until_read(self._number)
         return self._result
-
-
-class _Label(_Exchange):
-    """Compares labels and does nothing else."""
-
-    def read_parts(self) -> None:
-        """See :meth:`_Exchange.read_parts`."""
-
-
-class _Gather(_Exchange):
-    """Copies the shards of the other ranks."""
-
-    def read_parts(self) -> None:
-        """See :meth:`_Exchange.read_parts`."""
-        mine = self._parts[self._communicator.rank]
-        for rank in self._communicator.others:
-            mine[rank].copy_(self._parts[rank][rank])
-
-
-class _Sum(_Exchange):
-    """Adds up the parts in rank order, into this rank's part."""
-
-    def read_parts(self) -> None:
-        """See :meth:`_Exchange.read_parts`."""
-        # No other rank reads this part of rank 0's block, so it may hold the partial sum. From this
-        # rank's own part on, which the sum has then read, the sum lies there.
-        partial = self._parts[0]
-        for rank in range(1, len(self._parts)):
-            partial = torch.add(
-                partial,
-                self._parts[rank],
-                out=self._result if rank >= self._communicator.rank else partial,
-            )
-
-
-class _Swap(_Exchange):
-    """Copies from each rank the part for this rank."""
-
-    def read_parts(self) -> None:
-        """See :meth:`_Exchange.read_parts`."""
-        for part, target in zip(self._parts, self._result.view(len(self._parts), -1), strict=True):
-            target.copy_(part)
-
-
-class _Maximum(_Exchange):
-    """Takes the maximum of all ranks' votes, element by element."""
-
-    def read_parts(self) -> None:
-        """See :meth:`_Exchange.read_parts`."""
-        for rank in self._communicator.others:
-            torch.maximum(self._result, self._parts[rank][: self._result.numel()], out=self._result)
 
 
 def _share_memory(group: dist.ProcessGroup, nbytes: int) -> list[Tensor] | None:

@@ -29,7 +29,6 @@ from ..collectives import (
     DivergenceError,
     LocalCollectives,
     first_difference,
-    pairwise,
     process_group,
     shared_flags,
     shared_memory,
@@ -50,9 +49,7 @@ _NOT_USER_CODE = tuple(
     os.path.join(folder, "")
     for folder in (*_INSTALLED, *_OURS, os.path.dirname(threading.__file__))
 )
-_COMMUNICATORS = tuple(
-    module.__file__ for module in (shared_flags, process_group, pairwise, shared_memory)
-)
+_COMMUNICATORS = tuple(module.__file__ for module in (shared_flags, process_group, shared_memory))
 _CONNECTION_WORDS = ("gloo", "connection", "nccl", "socket", "broken pipe", "timed out", "timeout")
 
 

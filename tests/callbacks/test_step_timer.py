@@ -22,9 +22,9 @@ from lightning_zero3.callbacks.timing.fsdp import _starters
 from lightning_zero3.callbacks.timing.step_timer import KEYS
 from lightning_zero3.strategies.collectives import (
     CollectiveTimer,
+    ComparedCollectives,
     HostClock,
     LocalCollectives,
-    PairwiseCollectives,
 )
 
 
@@ -166,7 +166,7 @@ def test_steps_that_the_device_has_not_finished_count_later(tmp_path):
     assert clock.recycled == 5 * 4 - 1  # the mark that ended step 4 is where step 5 begins
 
 
-class Slowed(PairwiseCollectives):
+class Slowed(ComparedCollectives):
     """Each gather takes 5 ms to start and each reduction 3 ms to wait for, at least."""
 
     calls = 0

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.collectives import (
+    ComparedCollectives,
     DivergenceError,
     GroupCollectives,
     Meeting,
-    PairwiseCollectives,
     SharedMemoryCollectives,
     make_collectives,
 )
@@ -24,7 +24,7 @@ from lightning_zero3.strategies.engine import Zero3Engine
 WORLD_SIZES = [2, 3, 4, 5]
 KINDS = {
     "shared": SharedMemoryCollectives.open,
-    "pairwise": PairwiseCollectives,
+    "messages": ComparedCollectives,
     "group": GroupCollectives,
 }
 SHARDS = [(4, torch.float32), (1024, torch.float32), (40, torch.float64), (16, torch.float32)]
@@ -158,7 +158,7 @@ def races(rank, world_size, kind):
     return len(sums)
 
 
-@pytest.mark.parametrize("kind", ["shared", "pairwise"])
+@pytest.mark.parametrize("kind", ["shared", "messages"])
 def test_memory_that_is_used_again(kind):
     assert min(run_ranks(races, 3, kind, timeout=60)) > 100
 
@@ -283,13 +283,13 @@ def trains(rank, world_size, kind):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_training_is_bitwise_the_same_through_both_communicators(world_size):
-    for shared, pairwise in zip(
+    for shared, messages in zip(
         run_ranks(trains, world_size, "shared"),
-        run_ranks(trains, world_size, "pairwise"),
+        run_ranks(trains, world_size, "messages"),
         strict=True,
     ):
-        assert shared.keys() == pairwise.keys()
-        assert all(torch.equal(shared[name], pairwise[name]) for name in shared)
+        assert shared.keys() == messages.keys()
+        assert all(torch.equal(shared[name], messages[name]) for name in shared)
 
 
 # ---- a default device ------------------------------------------------------------------------

@@ -229,11 +229,11 @@ def sent(rank, world_size, kind):
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     else:
-        from lightning_zero3.strategies.collectives import PairwiseCollectives
+        from lightning_zero3.strategies.collectives import ComparedCollectives
 
         options = ON_THE_WIRE if kind == "bf16" else {"reduce_once": kind == "once"}
         model, optimizer, engine = build(
-            rank, world_size, PairwiseCollectives(dist.group.WORLD), **options
+            rank, world_size, ComparedCollectives(dist.group.WORLD), **options
         )
     for step in range(3):
         dist.barrier()
@@ -275,7 +275,7 @@ def runs_engine(file):
 
 def copies_of_a_step(rank, world_size, shared):
     """Bytes that engine code copies in a step after the first, without the optimizer's."""
-    from lightning_zero3.strategies.collectives import PairwiseCollectives
+    from lightning_zero3.strategies.collectives import ComparedCollectives
 
     class Copies(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -287,7 +287,7 @@ def copies_of_a_step(rank, world_size, shared):
 
     copied = 0
     model, optimizer, engine = build(
-        rank, world_size, None if shared else PairwiseCollectives(dist.group.WORLD)
+        rank, world_size, None if shared else ComparedCollectives(dist.group.WORLD)
     )
     for step in range(3):
         with Copies() if step == 2 else nullcontext():

@@ -6,7 +6,7 @@ from torch import nn
 
 from helpers.contracts import WIDTH, Block, build
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.collectives import Meeting, PairwiseCollectives
+from lightning_zero3.strategies.collectives import ComparedCollectives, Meeting
 from lightning_zero3.strategies.engine import gathered
 from lightning_zero3.strategies.engine.streams import Stream
 
@@ -93,7 +93,7 @@ def test_weights_that_autograd_has_saved():
 
 def exchange(rank, world_size):
     """The communicator keeps memory for the next time."""
-    communicator, found = PairwiseCollectives(dist.group.WORLD), []
+    communicator, found = ComparedCollectives(dist.group.WORLD), []
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
             communicator.meet(Meeting.GATHERED)

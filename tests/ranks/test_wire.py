@@ -9,8 +9,8 @@ from torch import nn
 
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.collectives import (
+    ComparedCollectives,
     GroupCollectives,
-    PairwiseCollectives,
     SharedMemoryCollectives,
     make_collectives,
     make_hybrid_collectives,
@@ -46,7 +46,7 @@ def sums(rank, world_size, shard):
     import time
 
     found = []
-    for kind in (SharedMemoryCollectives.open, PairwiseCollectives, GroupCollectives):
+    for kind in (SharedMemoryCollectives.open, ComparedCollectives, GroupCollectives):
         communicator = kind(dist.group.WORLD)
         values = summands(rank, world_size, shard)
         room = torch.empty(ROOM, dtype=torch.uint8)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from helpers.parity import RTOL, assert_tensors_close, full_state, trainer, zero3
 from helpers.ranks import run_ranks
 from helpers.tracking import needs_cuda
-from lightning_zero3.strategies.collectives import GroupCollectives, PairwiseCollectives
+from lightning_zero3.strategies.collectives import ComparedCollectives, GroupCollectives
 
 DTYPES = {
     "32-true": torch.float32,
@@ -103,7 +103,7 @@ def test_one_gpu(precision):
 # Precision -> the gradient of rank 0, of which the dtype's step is 2, so that a sum in it would
 # lose the others' ones.
 SUMMANDS = {"bf16-true": 256.0, "16-true": 2048.0}
-COMMUNICATORS = {"shared": None, "pairwise": PairwiseCollectives, "group": GroupCollectives}
+COMMUNICATORS = {"shared": None, "messages": ComparedCollectives, "group": GroupCollectives}
 
 
 class Summed(pl.LightningModule):
