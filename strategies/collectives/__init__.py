@@ -13,7 +13,6 @@ shared flags
 """
 
 from .exchange_log import (
-    CLEARED,
     LOOK_FOR,
     DivergenceError,
     ExchangeLog,
@@ -37,7 +36,6 @@ from .shared_memory import SharedMemoryCollectives
 from .timers import CallTimer, CollectiveTimer, HostClock, make_clock
 
 __all__ = [
-    "CLEARED",
     "LOOK_FOR",
     "ROOM",
     "CallTimer",

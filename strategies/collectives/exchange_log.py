@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter
-from collections.abc import Callable, Iterable, MutableSequence, Sequence
-from zlib import crc32
+import hashlib
+from collections import deque
+from collections.abc import Callable, MutableSequence, Sequence
+from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +15,14 @@ from torch import Tensor
 # a parameter's name; "written", "stored" or "assigned"; the checksum of the values
 NamedChecksum = tuple[str, str, int]
 # an optimizer's class, the number of a param group, an option and its value
-Setting = tuple[str, int, str, float]
-# an option that begins so counts the gradients of a group that lacks one
-CLEARED = "gradients, without that of parameter "
-_MAX_STEP_SETTINGS = 10_000  # a longer list of step settings is replaced by its digest
+Setting = tuple[str, int, str, Any]
+# Steps on gradients that the user assigns need no backward, which would end the list.
+_MAX_STEP_SETTINGS = 10_000
+_WRITES = {
+    "written": "A forward, or an evaluation step, changed parameter {!r} in place",
+    "stored": "Parameter {!r} was stored between steps (`load_state_dict`, `copy_`)",
+    "assigned": "Each rank assigned a gradient of its own to parameter {!r}, or changed it",
+}
 _CHUNK_WORDS = 1 << 18  # words of 8 bytes that a checksum multiplies at a time
 LOOK_FOR = (
     "\nAll ranks must run the same modules in the same order, load and save together, and take the"
@@ -96,25 +102,12 @@ def require_same_values(everyone: Sequence[Sequence[NamedChecksum]]) -> None:
             the first such parameter.
     """
     sets = [set(checksums) for checksums in everyone]
-    name, kind, _ = min(sets[0].union(*sets) - sets[0].intersection(*sets), default=("", "", 0))
-    if kind == "written":
+    for name, kind, _ in sorted(sets[0].union(*sets) - sets[0].intersection(*sets)):
         raise DivergenceError(
-            f"A forward, or an evaluation step, changed parameter {name!r} in place, and not to the"
-            " same values on all ranks (as an embedding with `max_norm` does).\nCompute the change"
-            " from what all ranks have (`torch.distributed.all_reduce`), or make it between steps,"
-            " in `with strategy.gathered(module, modify=True):`, where rank 0's counts."
-        )
-    if kind == "stored":
-        raise DivergenceError(
-            f"Parameter {name!r} was stored between steps (`load_state_dict`, `copy_`) on some"
-            " ranks only, or with other values on each.\nDo it on all ranks with the same"
-            " values, or in `with strategy.gathered(module, modify=True):`, where rank 0's count."
-        )
-    if kind == "assigned":
-        raise DivergenceError(
-            f"Each rank assigned a gradient of its own to parameter {name!r}, or changed it in its"
-            " own way.\nAssign the same on all ranks (`dist.all_reduce(g)`, then `p.grad = g`);"
-            " noise is the same with `DataOptions(distinct_rank_rng=False)`."
+            f"{_WRITES[kind].format(name)}: on some ranks only, or with other values on each.\nDo"
+            " it on all ranks with the same values (`torch.distributed.all_reduce`, or noise with"
+            " `DataOptions(distinct_rank_rng=False)`), or between steps in `with"
+            " strategy.gathered(module, modify=True):`, where rank 0's count."
         )
 
 
@@ -124,50 +117,27 @@ def require_same_settings(everyone: Sequence[Sequence[Setting]]) -> None:
     Raises:
         DivergenceError: an option differs; the error names the first one and both values.
     """
-    first, *others = map(_index_settings, everyone)
-    for rank, settings in enumerate(others, 1):
-        for setting in {**first, **settings}:
-            expected, value = first.get(setting), settings.get(setting)
-            if expected == value:
-                continue
-            optimizer, group, option, _ = setting
-            if option.startswith("gradients"):
-                raise _gradient_error(setting, expected, value, rank)
-            raise DivergenceError(
-                f"{option!r} of param group {group} of {optimizer} is {expected} on rank 0 and"
-                f" {value} on rank {rank}.\nSet it from what all ranks have: a scheduler that looks"
-                " at a logged value needs `self.log(..., sync_dist=True)`."
-            )
+    for rank, settings in enumerate(everyone):
+        for expected, setting in zip_longest(everyone[0], settings):
+            if repr(expected) != repr(setting):  # nan is not nan
+                raise DivergenceError(
+                    f"Optimizers differ: {_show(expected)} on rank 0 and"
+                    f" {_show(setting, expected)} on rank {rank}.\nEach rank has a part of"
+                    " every gradient: step, clear (`zero_grad()`, `p.grad = None`), assign and set"
+                    " options on all ranks alike. A scheduler that looks at a logged value needs"
+                    " `self.log(..., sync_dist=True)`. To leave out what one rank has computed,"
+                    " multiply its loss by 0."
+                )
 
 
-def _gradient_error(
-    setting: Setting, expected: float | None, value: float | None, rank: int
-) -> DivergenceError:
-    """Describe a difference in gradients of a param group; None: that rank lacks the entry."""
-    optimizer, group, option, _ = setting
-    having, lacking = (0, rank) if value is None else (rank, 0)
-    if option.startswith(CLEARED):
-        difference = f"{option} on rank {having}, and with it on rank {lacking}"
-    elif None in (expected, value):
-        difference = f"{option} on rank {having} alone; rank {lacking} did not come to that"
-    else:
-        difference = f"{expected} {option} on rank 0 and {value} on rank {rank}"
-    return DivergenceError(
-        f"Param group {group} of {optimizer} had {difference}. Each rank has a part of every"
-        " gradient: step, clear (`zero_grad()`, `p.grad = None`) and assign on all ranks alike. To"
-        " leave out what one rank has computed, multiply its loss by 0."
-    )
-
-
-def _index_settings(settings: Sequence[Setting]) -> dict[tuple[str, int, str, int], float]:
-    """Return settings by optimizer class, group, option, and occurrence of these three so far."""
-    indexed: dict[tuple[str, int, str, int], float] = {}
-    times: Counter[tuple[str, int, str]] = Counter()
-    for optimizer, group, option, value in settings:
-        key = optimizer, group, option
-        indexed[optimizer, group, option, times[key]] = value
-        times[key] += 1
-    return indexed
+def _show(setting: Setting | None, expected: Setting | None = None) -> str:
+    """Describe ``setting``, by its value alone where it is of the same option as ``expected``."""
+    if setting is None:
+        return "nothing more"
+    optimizer, group, option, value = setting
+    if expected is not None and setting[:3] == expected[:3]:
+        return str(value)
+    return f"{option!r} of param group {group} of {optimizer} is {value}"
 
 
 def checksum(values: Tensor) -> Tensor:
@@ -195,12 +165,10 @@ def fold(total: Tensor, before: Tensor) -> Tensor:
     return total + before * 0x14CB5EB1  # odd: no bit is lost
 
 
-def digest(labels: Iterable[int], entries: Sequence[NamedChecksum | Setting]) -> int:
-    """Return 62 bits of ``labels`` and ``entries`` that every process computes alike."""
-    names, values = repr([entry[:-1] for entry in entries]), [entry[-1] for entry in entries]
-    # `hash` of a str differs between processes, so names enter by their CRC. `hash(-1)` equals
-    # `hash(-2)`, so a flag for each value says whether it is -2.
-    return hash((*labels, crc32(names.encode()), *values, *[value == -2 for value in values])) >> 2
+def digest(*entries: Sequence[object]) -> int:
+    """Return 56 bits of ``entries`` that every process computes alike."""
+    text = repr([list(each) for each in entries])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
 class ExchangeLog:
@@ -228,7 +196,7 @@ class ExchangeLog:
         self._latest: dict[tuple[str, str], Tensor] = {}
         self.describe: Callable[[int], str] = str
         self.settings: Callable[[], list[Setting]] = list
-        self.step_settings: list[Setting] = []
+        self.step_settings: deque[Setting] = deque(maxlen=_MAX_STEP_SETTINGS)
         self.backward_settings: list[Setting] = []
         self.progress: MutableSequence[int] | memoryview = [-1, 0]
 
@@ -258,14 +226,10 @@ class ExchangeLog:
     def record_step(self, gradients: list[Setting]) -> None:
         """Record an optimizer step, with the ``gradients`` it uses and the current settings."""
         self.step_settings += [*gradients, *self.settings()]
-        # Steps on gradients that the user assigns need no backward, which would end the list.
-        if len(self.step_settings) > _MAX_STEP_SETTINGS:
-            many = digest((), self.step_settings)
-            self.step_settings = [("an optimizer", 0, "a digest of many steps", many)]
 
     def all_settings(self) -> list[Setting]:
-        """Return the current settings, those of steps and those of the last backward."""
-        return [*self.settings(), *self.step_settings, *self.backward_settings]
+        """Return the current settings, those of the last backward and those of steps."""
+        return [*self.settings(), *self.backward_settings, *self.step_settings]
 
     def checksums(self) -> list[NamedChecksum]:
         """Return checksums of writes, in one order on all ranks.
@@ -277,8 +241,8 @@ class ExchangeLog:
         return [(*key, total) for key, total in zip(keys, totals, strict=True)]
 
     def digest(self, checksums: Sequence[NamedChecksum]) -> int:
-        """Return 62 bits of the trace, the ``checksums`` and all settings."""
-        return digest(self.trace[1:], [*checksums, *self.all_settings()])
+        """Return 56 bits of the trace, the ``checksums`` and all settings."""
+        return digest(self.trace[1:], checksums, self.all_settings())
 
     def start_trace(self) -> None:
         """Clear the log after all ranks have compared everything, the trace included."""
@@ -289,7 +253,8 @@ class ExchangeLog:
 
     def clear_records(self) -> None:
         """Clear writes and step settings after all ranks have compared them."""
-        self._writes, self.step_settings, self.has_stored = {}, [], False
+        self.step_settings.clear()
+        self._writes, self.has_stored = {}, False
 
     def suspend_trace(self) -> None:
         """Mark that from here on exchanges of two ranks cannot be matched by position."""

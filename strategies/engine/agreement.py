@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ..collectives import (
-    LOOK_FOR,
     DivergenceError,
     LocalCollectives,
     Meeting,
@@ -37,23 +36,20 @@ def compare_notes(collectives: LocalCollectives) -> None:
     """
     exchange_log = collectives.exchange_log
     written = exchange_log.checksums()
-    stepped = exchange_log.step_settings
-    number = digest((), [*written, *stepped])
+    stepped = list(exchange_log.step_settings)
+    number = digest(written, stepped)
     most, least = collectives.agree(
         torch.tensor([number, -number], device="cpu"), Meeting.NOTES
     ).tolist()
     if most != -least:
-        raise _difference(collectives.all_gather_object((written, stepped)))
+        _require_same(collectives.all_gather_object((written, stepped)))
     exchange_log.clear_records()
 
 
-def _difference(everyone: Sequence[Any]) -> DivergenceError:
-    """Raise, or return, the error that names the first difference in what ranks wrote and stepped
-    with.
-    """
+def _require_same(everyone: Sequence[Any]) -> None:
+    """Raise the error that names the first difference in what ranks wrote and stepped with."""
     require_same_values([written for written, _ in everyone])
     require_same_settings([settings for _, settings in everyone])
-    return DivergenceError(f"The ranks stepped in another order, or differ otherwise. {LOOK_FOR}")
 
 
 def reach_agreement(
@@ -88,7 +84,7 @@ def reach_agreement(
         everyone = collectives.all_gather_object((trace, written, exchange_log.all_settings()))
         if difference := first_difference([each[0] for each in everyone], exchange_log.describe):
             raise DivergenceError(difference)
-        raise _difference([others for _, *others in everyone])
+        _require_same([others for _, *others in everyone])
     exchange_log.start_trace()
     flags, units, modules = bytes(agreed), len(late), len(late) + len(changed)
     return flags[:units], flags[units:modules], flags[modules:]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..collectives import CLEARED, ExchangeLog, Setting
+from ..collectives import ExchangeLog, Setting
 from .chunk import Chunk, Entry
 from .reduction import Reducer
 from .sharded import ResidencyError
@@ -54,7 +54,7 @@ class Gradients:
             elif not chunk.has_sums:
                 chunk.gradients = None  # until its reduction: now the most memory is in use
         self._exchange_log.record_backward(
-            self._present("an optimizer", 0, self.trained, self._shown)
+            [self._present("an optimizer", 0, self.trained, self._shown)]
         )
 
     def show(self, used: bytes) -> None:
@@ -158,21 +158,23 @@ class Gradients:
         gradients. As :meth:`require_complete`.
         """
         self.require_complete(entry for entries in groups for entry in entries)
-        settings: list[Setting] = []
-        for number, entries in enumerate(groups):
-            shown = bytes([self._shown[entry.number] for entry in entries])
-            settings += self._present(optimizer, number, entries, shown)
-        self._exchange_log.record_step(settings)
+        self._exchange_log.record_step(
+            [
+                self._present(
+                    optimizer, number, entries, bytes([self._shown[e.number] for e in entries])
+                )
+                for number, entries in enumerate(groups)
+            ]
+        )
 
     def _present(
         self, optimizer: str, group: int, entries: Sequence[Entry], shown: bytes | bytearray
-    ) -> list[Setting]:
-        """Which parameters have gradients."""
-        found: list[Setting] = [(optimizer, group, "gradients", sum(shown))]
-        if any(shown) and not all(shown):
-            without = [e.name for e, is_shown in zip(entries, shown, strict=True) if not is_shown]
-            found[:0] = [(optimizer, group, f"{CLEARED}{name!r}", 1) for name in without]
-        return found
+    ) -> Setting:
+        """How many of the parameters have gradients, or which have none."""
+        if all(shown) or not any(shown):
+            return optimizer, group, "gradients", sum(shown)
+        without = [e.name for e, is_shown in zip(entries, shown, strict=True) if not is_shown]
+        return optimizer, group, "parameters without gradients", without
 
     # ----------------------------------------------------------------------------- `parameter.grad`
 

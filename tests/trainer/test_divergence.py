@@ -176,9 +176,9 @@ def _step_with_what_was_mixed_before_it_was_cleared(module, rank, optimizer, clo
 # What ranks do in `optimizer_step`, and what of it is told in the next backward.
 STEPS = {
     _step_with_another_rate: ("'lr' of param group 0 of SGD is 0.1 on rank 0 and 1.1 on"),
-    _step_twice: ("Param group 0 of SGD had gradients on rank 0 alone; rank 1"),
-    _step_without_a_gradient: ("gradients, without that of parameter 'net.0.bias' on"),
-    _step_without_gradients_of_its_own: ("gradients, without that of parameter 'net.0.bias' on"),
+    _step_twice: "'gradients' of param group 0 of SGD is 10 on rank 0 and nothing more on rank 1",
+    _step_without_a_gradient: "without gradients' of param group 0 of SGD is ['net.0.bias'] on",
+    _step_without_gradients_of_its_own: "of param group 0 of SGD is ['net.0.bias'] on",
     _step_with_the_same_gradient_elsewhere: "assigned a gradient of its own to parameter 'net.0.",
     _step_with_an_own_gradient: "assigned a gradient of its own to parameter 'net.1.bias'",
     _step_with_a_changed_gradient: "assigned a gradient of its own to parameter 'net.1.bias'",
@@ -329,4 +329,4 @@ def test_both_ranks_are_told(ranks):
 def test_writes_of_other_values_are_told(ranks):
     for _, written in ranks:
         for name, message in written.items():
-            assert "'table.a' in place, and not to the same values on all ranks" in message, name
+            assert "'table.a' in place: on some ranks only, or with other values" in message, name

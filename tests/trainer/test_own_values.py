@@ -122,10 +122,10 @@ REFUSED = {
     StoredAtTheEndAndCollected: "'net.1.weight' was stored between steps",
     StoredAtTheEndAndExported: "'net.1.weight' was stored between steps",
     ClearedBetweenMicroBatches: (
-        r"of an optimizer had 0 gradients \(when a backward began\) on rank 0 and 4 on"
+        r"'gradients \(when a backward began\)' of .* an optimizer is 0 on rank 0 and 4 on rank 1"
     ),
     OneClearedBetweenMicroBatches: (
-        r"without that of parameter 'net\.[01]\.bias' \(when a backward began\) on rank [01],"
+        r"without gradients \(when a backward began\)' of .* is \['net\.[01]\.bias'\] on rank 0"
     ),
 }
 
@@ -207,7 +207,7 @@ def _save_on_exception(rank, world_size, folder):
     fitted = trainer("zero3", world_size, callbacks=[parted], enable_checkpointing=None)
     with (
         pytest.raises(KeyError, match="interrupted"),
-        pytest.warns(UserWarning, match="saves nothing: Param group 0 of SGD"),
+        pytest.warns(UserWarning, match="saves nothing: Optimizers differ: .* group 0 of SGD"),
     ):
         fitted.fit(InterruptedAtAStep())
     return os.path.exists(saver.ckpt_path), os.path.exists(parted.ckpt_path)
