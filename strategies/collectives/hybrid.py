@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .process_group import LocalCollectives, Pending, Work
+from .process_group import LocalCollectives, Work
 
 
 class HybridCollectives(LocalCollectives):
@@ -55,11 +55,10 @@ class HybridCollectives(LocalCollectives):
         )
 
 
-class _OverReplicas(Pending):
+class _OverReplicas:
     """Sums a shard over replicas when the reduce-scatter inside this replica is done."""
 
     def __init__(self, in_replica: Work, replicas: dist.ProcessGroup) -> None:
-        super().__init__(torch.empty(0, device="cpu"))
         self._in_replica, self._replicas = in_replica, replicas
 
     def wait(self) -> Tensor:

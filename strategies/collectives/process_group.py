@@ -40,22 +40,8 @@ class Work(Protocol):
         """
 
 
-class Pending(Work):
-    """A collective whose result has its memory from the start, and which waits for ``works``."""
-
-    def __init__(self, result: Tensor, works: Sequence[Work] = ()) -> None:
-        self._result = result
-        self._works = works
-
-    def wait(self) -> Tensor:
-        """See :meth:`Work.wait`."""
-        for work in self._works:
-            work.wait()
-        return self._result
-
-
-class _Shard(tuple[Tensor, Work]):
-    """A :class:`Pending` of one work.
+class Pending(tuple[Tensor, Sequence[Work]]):
+    """A collective whose result has its memory from the start, and the works that it waits for.
 
     It is a tuple, which each reduction can make without a Python call.
     """
@@ -64,11 +50,12 @@ class _Shard(tuple[Tensor, Work]):
 
     def wait(self) -> Tensor:
         """See :meth:`Work.wait`."""
-        self[1].wait()
+        for work in self[1]:
+            work.wait()
         return self[0]
 
 
-_FINISHED = Pending(torch.empty(0, device="cpu"))
+_FINISHED = Pending((torch.empty(0, device="cpu"), ()))
 
 
 class LocalCollectives:
@@ -114,7 +101,7 @@ class LocalCollectives:
 
         The result may be part of ``buffer``, which is overwritten.
         """
-        return Pending(buffer)
+        return Pending((buffer, ()))
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """Return memory [nbytes, uint8] in which all-gathers and reduce-scatters are fastest.
@@ -128,7 +115,7 @@ class LocalCollectives:
 
         The part that rank r sends here arrives in part r of ``arriving`` [world_size * part].
         """
-        return Pending(arriving.copy_(sent))
+        return Pending((arriving.copy_(sent), ()))
 
     def reduce_scatter_in(
         self, dtype: torch.dtype, buffer: Tensor, room: Tensor, label: int = 0
@@ -163,7 +150,7 @@ class LocalCollectives:
         return [value]
 
 
-class _RankedSum(Pending):
+class _RankedSum:
     """A reduce-scatter into ``result`` [shard], made of an all-to-all.
 
     It sums in rank order when all summands have arrived, independent of timing.
@@ -173,8 +160,7 @@ class _RankedSum(Pending):
     """
 
     def __init__(self, result: Tensor, exchange: Work) -> None:
-        super().__init__(result)
-        self._exchange = exchange
+        self._result, self._exchange = result, exchange
 
     def wait(self) -> Tensor:
         """See :meth:`Work.wait`."""
@@ -224,7 +210,7 @@ class GroupCollectives(LocalCollectives):
         if buffer.is_complex():  # NCCL knows no complex numbers
             output, buffer = torch.view_as_real(shard), torch.view_as_real(buffer)
         work = _reduce_scatter(self._group, output, buffer, _REDUCE_OPTIONS)
-        return _Shard((shard, _FINISHED if work is None else work))
+        return Pending((shard, () if work is None else (work,)))
 
     def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.all_to_all`."""
@@ -233,7 +219,7 @@ class GroupCollectives(LocalCollectives):
         work = dist.all_to_all_single(
             arriving.view(torch.uint8), sent.view(torch.uint8), group=self._group, async_op=True
         )
-        return Pending(arriving, [work])
+        return Pending((arriving, [work]))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """See :meth:`LocalCollectives.all_reduce`."""

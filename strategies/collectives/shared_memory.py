@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .exchange_log import Meeting
-from .process_group import ComparedCollectives, Pending, Work
+from .process_group import ComparedCollectives, Work
 from .shared_flags import FLAGS_BYTES, SharedFlags
 
 _BALLOT_BYTES = 1 << 16  # memory of each rank for agreements
@@ -156,7 +156,7 @@ class SharedMemoryCollectives(ComparedCollectives):
         _Exchange(self, label, self._ballots[0], lambda: None).wait()
 
 
-class _Exchange(Pending):
+class _Exchange:
     """An exchange that this rank has posted, in which ranks read from each other's memory.
 
     This rank reads the parts of all ranks at once, when all have posted.

@@ -37,13 +37,19 @@ def compare_notes(collectives: LocalCollectives) -> None:
     exchange_log = collectives.exchange_log
     written = exchange_log.checksums()
     stepped = list(exchange_log.step_settings)
-    number = digest(written, stepped)
-    most, least = collectives.agree(
-        torch.tensor([number, -number], device="cpu"), Meeting.NOTES
-    ).tolist()
-    if most != -least:
+    is_same, _ = _agree(collectives, Meeting.NOTES, digest(written, stepped))
+    if not is_same:
         _require_same(collectives.all_gather_object((written, stepped)))
     exchange_log.clear_records()
+
+
+def _agree(
+    collectives: LocalCollectives, meeting: Meeting, number: int, flags: bytes = b""
+) -> tuple[bool, bytes]:
+    """Whether all ranks come with the same ``number``, and the ``flags`` of any."""
+    votes = torch.tensor([number, -number, *flags], dtype=torch.int64, device="cpu")
+    most, least, *agreed = collectives.agree(votes, meeting).tolist()
+    return most == -least, bytes(agreed)
 
 
 def _require_same(everyone: Sequence[Any]) -> None:
@@ -73,20 +79,16 @@ def reach_agreement(
         return late, changed, used
     exchange_log = collectives.exchange_log
     written = exchange_log.checksums()
-    number = exchange_log.digest(written)
-    flags = late + changed + used
-    mine = torch.empty(2 + len(flags), dtype=torch.int64, device="cpu")
-    mine[0], mine[1] = number, -number
-    mine[2:] = torch.frombuffer(bytearray(flags), dtype=torch.uint8)
-    most, least, *agreed = collectives.agree(mine).tolist()
-    if most != -least:
+    number, flags = exchange_log.digest(written), late + changed + used
+    is_same, flags = _agree(collectives, Meeting.AGREEMENT, number, flags)
+    if not is_same:
         trace = [*exchange_log.trace[1:], Meeting.AGREEMENT]
         everyone = collectives.all_gather_object((trace, written, exchange_log.all_settings()))
         if difference := first_difference([each[0] for each in everyone], exchange_log.describe):
             raise DivergenceError(difference)
         _require_same([others for _, *others in everyone])
     exchange_log.start_trace()
-    flags, units, modules = bytes(agreed), len(late), len(late) + len(changed)
+    units, modules = len(late), len(late) + len(changed)
     return flags[:units], flags[units:modules], flags[modules:]
 
 

@@ -17,6 +17,7 @@ from ..collectives import LocalCollectives
 from ..support import profile_range
 from .agreement import reach_agreement
 from .buffers import Buffers
+from .chunk import Entry
 from .gradients import Gradients
 from .sharded import NO_GRAPH_TASK, ResidencyError, get_grad, graph_task, set_grad
 from .uneven import JointSteps
@@ -59,8 +60,8 @@ class Backward:
         self._current: Unit | None = None  # the unit whose backward runs
         self.added = 0  # 1: the pass has added to gradients
 
-    def collector(self, unit: Unit, index: int) -> Callable[[Tensor], None]:
-        """The hook that takes the gradient of trained parameter ``index`` of ``unit`` to the
+    def collector(self, unit: Unit, entry: Entry) -> Callable[[Tensor], None]:
+        """The hook that takes the gradient of ``entry``, of ``unit``, to the
         reducer, and drops it.
 
         One function, because it runs for each parameter in each backward. Its reference is weak:
@@ -69,8 +70,8 @@ class Backward:
         """
         where, name, number, views = (
             unit.index,
-            unit.trained[index].name,
-            unit.trained[index].number,
+            entry.name,
+            entry.number,
             self._reducer.views,
         )
         claimed, written = self._reducer.claimed, self._reducer.written

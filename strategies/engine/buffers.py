@@ -89,20 +89,19 @@ class Buffers:
 
     def keep(self) -> Callable[[], None]:
         """Copy all buffers to the CPU; the result puts them back, assigned ones too."""
-        kept = self._find().values()
-        copies = {
-            b: b.detach().to("cpu", copy=True)
-            for _, _, b, _ in kept
-            if _is_dense(b) and not b.is_inference()
-        }
+        kept = [
+            (
+                *place[:3],
+                place.buffer.detach().to("cpu", copy=True) if _is_dense(place.buffer) else None,
+            )
+            for place in self._find().values()
+        ]
 
         def put_back() -> None:
-            for table, key, b, _ in kept:
+            for table, key, b, copy in kept:
                 table[key] = b
-            with torch.no_grad():
-                for b, copy in copies.items():
-                    if not torch.equal(b.cpu(), copy):  # one that is expanded cannot be written
-                        b.copy_(copy)
+                if copy is not None and not torch.equal(b.cpu(), copy):
+                    _write(b, copy)
 
         return put_back
 

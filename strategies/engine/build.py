@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,32 +120,30 @@ def check_memory(model: nn.Module) -> None:
 
     These would see its changes until it is sharded, but not after.
     """
-    everything = (*model.named_parameters(), *model.named_buffers(), *_attributes(model))
-    own = [
-        (name, tensor) for name, tensor in everything if not (is_sharded(tensor) or tensor.is_meta)
+    places = [
+        (tensor.data_ptr(), name, isinstance(tensor, nn.Parameter), _place(tensor))
+        for name, tensor in (
+            *model.named_parameters(),
+            *model.named_buffers(),
+            *_attributes(model),
+        )
+        if not (is_sharded(tensor) or tensor.is_meta)
+        and tensor.layout == torch.strided
+        and tensor.numel()
     ]
-    named = [
-        (name, tensor)
-        for name, tensor in own
-        if tensor.layout == torch.strided and tensor.numel() > 0
-    ]
-    earlier: list[
-        tuple[str, Tensor, np.ndarray]
-    ] = []  # those that reach beyond the start of the next one
-    for name, tensor in sorted(named, key=lambda each: (each[1].data_ptr(), each[0])):
-        place = _place(tensor)
-        earlier = [each for each in earlier if np.may_share_memory(each[2], place)]
-        for other, theirs, there in earlier:
-            both_stay_whole = not isinstance(tensor, nn.Parameter) and not isinstance(
-                theirs, nn.Parameter
-            )
-            if not both_stay_whole and np.shares_memory(there, place):
+    earlier: list[Any] = []  # those that reach beyond the start of the next one
+    for place in sorted(places, key=lambda each: each[:2]):
+        _, name, is_parameter, here = place
+        earlier = [each for each in earlier if np.may_share_memory(each[-1], here)]
+        for _, other, is_other_parameter, there in earlier:
+            # buffers stay whole
+            if (is_parameter or is_other_parameter) and np.shares_memory(there, here):
                 raise ValueError(
                     f"{other!r} and {name!r} share memory, and after sharding they would not. To"
                     " tie two layers let both have the same parameter (`head.weight ="
                     " embedding.weight`, without `.data`), else use `.clone()`."
                 )
-        earlier.append((name, tensor, place))
+        earlier.append(place)
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -72,8 +72,7 @@ class Chunk:
     device: torch.device  # that computes with them
     numbers: slice  # of its parameters, among all that are trained
     gradients: Tensor | None = None  # [shard], reduced; None: nobody needs the memory now
-    has_sums = False  # `gradients` are to be added to: zero where a parameter has none
-    was_cleared = False  # in part or whole: not yet zero there
+    has_sums = False  # `gradients` are to be added to
 
     def __init__(
         self,

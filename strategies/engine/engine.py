@@ -361,23 +361,17 @@ class Zero3Engine:
                 entry.seen = entry.parameter._version
 
     def _warn_of_kept_views(self, changed: list[Entry]) -> None:
-        if self._has_warned:
-            return
         units = {entry.unit for entry in changed}
-        held = (
-            unit
-            for unit in self.arena.kept
-            if unit.index in units and unit.phase is not Phase.IN_USE and unit.buffer.is_held()
-        )
-        for unit in held:
-            self._has_warned = True
-            warnings.warn(
-                f"Somebody holds a view of a weight of unit {unit.name}, made in its forward, while"
-                " the weight changes: the view shows the value of before. Keep a `.clone()`, or use"
-                " the parameter itself.",
-                stacklevel=2,
-            )
-            return
+        for unit in self.arena.kept:
+            is_ours = unit.index in units and unit.phase is not Phase.IN_USE
+            if is_ours and unit.buffer.is_held() and not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    f"Somebody holds a view of a weight of unit {unit.name}, made in its forward,"
+                    " while the weight changes: the view shows the value of before. Keep a"
+                    " `.clone()`, or use the parameter itself.",
+                    stacklevel=2,
+                )
 
     # -------------------------------------------------------------------------------------- forward
 

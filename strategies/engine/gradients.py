@@ -43,11 +43,10 @@ class Gradients:
             self.require_complete(self.trained)
         self.arrived[:] = bytes(len(self.arrived))
         for chunk in self.chunks:
-            if chunk.was_cleared:
-                if any(self._shown[chunk.numbers]):
-                    self._zero_cleared(chunk)
-                else:  # the same, in fewer Python calls
-                    chunk.has_sums = chunk.was_cleared = False
+            if not any(self._shown[chunk.numbers]):
+                chunk.has_sums = False
+            elif not all(self._shown[chunk.numbers]):
+                self._zero_cleared(chunk)
             if self.reducer.lasting:
                 # allocated on the compute stream, which frees it, and not on the side stream
                 chunk.room_for_gradients()
@@ -63,9 +62,6 @@ class Gradients:
         """
         self._shown[:] = used
         self.end_backward()
-        for chunk in self.chunks if not all(used) else ():
-            if not any(used[chunk.numbers]):
-                chunk.was_cleared = True  # zeros were reduced
         self.forget()
 
     def end_backward(self) -> None:
@@ -80,19 +76,13 @@ class Gradients:
         for entry in self.trained if held else filter(self.has_gradient, self.trained):
             self.note_incomplete(entry, "An exception ended a backward pass")
         self.used[:] = self._shown
-        for chunk in self.chunks:
-            chunk.was_cleared = True
         self.forget()
 
     def _zero_cleared(self, chunk: Chunk) -> None:
         """What comes next is added to nothing where a parameter has no gradient."""
-        chunk.was_cleared = False
-        if not any(self._shown[chunk.numbers]):
-            chunk.has_sums = False
-        elif chunk.has_sums:
-            for entry in chunk.entries:
-                if not self._shown[entry.number]:
-                    entry.part_of(chunk.room_for_gradients()).zero_()
+        for entry in chunk.entries if chunk.has_sums else ():
+            if not self._shown[entry.number]:
+                entry.part_of(chunk.room_for_gradients()).zero_()
 
     # -------------------------------------------------------------------------------- who has one
 
@@ -242,8 +232,8 @@ class Gradients:
 
     def room_for(self, entry: Entry) -> Tensor:
         """Where this rank's part of a gradient of ``entry`` is to be written; it has one then."""
-        if entry.chunk.was_cleared:
-            self._zero_cleared(entry.chunk)
+        if not any(self._shown[entry.chunk.numbers]):
+            entry.chunk.has_sums = False
         self.used[entry.number] = self._shown[entry.number] = 1
         self._incomplete.pop(entry, None)
         return entry.part_of(entry.chunk.gradients_or_zeros())
@@ -255,7 +245,6 @@ class Gradients:
         entry.assigned += 1
         self._incomplete.pop(entry, None)
         self._full.pop(entry.name, None)
-        entry.chunk.was_cleared = True
 
     def take_away(self) -> None:
         """Free gradients that will be cleared before anything is added to them; who asks for one

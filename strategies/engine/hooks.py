@@ -28,7 +28,7 @@ def install(
     unit: Unit,
     enter_forward: Callable[[Unit, nn.Module, Any], None],
     leave_forward: Callable[[Unit, nn.Module, Any, Any], None],
-    collector: Callable[[Unit, int], Collector],
+    collector: Callable[[Unit, Entry], Collector],
     dropped: list[str],
 ) -> list[RemovableHandle]:
     """Report when members of the unit run, when they have run or raised (then outputs are None),
@@ -44,16 +44,11 @@ def install(
         handles.append(module.register_forward_pre_hook(_ModuleHook(enter, unit), prepend=True))
         # Also when forward raises, or stops early in a checkpoint's recomputation.
         handles.append(module.register_forward_hook(_ModuleHook(leave, unit), always_call=True))
-    others = [
-        e
-        for e in unit.entries
-        if not e.trained and (e.dtype.is_floating_point or e.dtype.is_complex)
-    ]
-    handles += [
-        _on_grad(entry.parameter, collector(unit, index))
-        for index, entry in enumerate(unit.trained)
-    ]
-    return handles + [_on_grad(entry.parameter, _dropper(entry, dropped)) for entry in others]
+    for entry in unit.entries:
+        if entry.dtype.is_floating_point or entry.dtype.is_complex:
+            hook = collector(unit, entry) if entry.trained else _dropper(entry, dropped)
+            handles.append(_on_grad(entry.parameter, hook))
+    return handles
 
 
 def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,12 +103,8 @@ def _dropper(entry: Entry, dropped: list[str]) -> Collector:
     """Takes away the gradient of a parameter that no optimizer has: it would pile up, whole, on
     every rank.
     """
-
     # torch keeps hooks where the garbage collector cannot look
-    name, get_entry = (
-        entry.name,
-        weakref.ref(entry),
-    )
+    name, get_entry = entry.name, weakref.ref(entry)
 
     def drop(parameter: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():

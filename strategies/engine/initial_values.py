@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -34,7 +34,8 @@ class Initializer:
         for module in model.modules():
             for child in module.children():
                 self._parents.setdefault(child, module)
-        for module in reversed(list(model.modules())):
+        self._children_first = list(model.modules())[::-1]
+        for module in self._children_first:
             self._owners.update({id(p): module for p in module._parameters.values()})
 
     def fill_buffers(self, model: nn.Module) -> None:
@@ -92,7 +93,8 @@ class Initializer:
             if hasattr(module, "reset_parameters"):
                 cast(Any, module).reset_parameters()
         # children first, as `apply` does; some models initialise layers from the module around them
-        for module in sorted(self._with_parents(waiting, here), key=self._depth, reverse=True):
+        chosen = self._with_parents(waiting, here)
+        for module in filter(chosen.__contains__, self._children_first):
             around = self._around(module)
             if around is not None:
                 with torch.no_grad():
@@ -110,19 +112,25 @@ class Initializer:
         """Return the modules, and those around them that have no parameters elsewhere."""
         found: dict[nn.Module, None] = {}
         for each in modules:
-            module: nn.Module | None = each
-            while module is not None and all(id(p) in here for p in module.parameters()):
+            for module in self._upwards(each):
+                if not all(id(p) in here for p in module.parameters()):
+                    break
                 found[module] = None
-                module = self._parents.get(module)
             found[each] = None
         return found
+
+    def _upwards(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Yield the module, and those around it."""
+        around: nn.Module | None = module
+        while around is not None:
+            yield around
+            around = self._parents.get(around)
 
     def _warn_of_lost_code(self, module: nn.Module) -> None:
         """Warn once of each class whose constructor may have called code that initialises."""
         if self._around(module) is not None:
             return
-        around: nn.Module | None = module
-        while around is not None:
+        for around in self._upwards(module):
             name = next((n for n in _LOST if hasattr(type(around), n)), None)
             if name is not None and type(around) not in self._told:
                 self._told.add(type(around))
@@ -133,17 +141,13 @@ class Initializer:
                     " which is called with each layer.",
                     stacklevel=2,
                 )
-            around = self._parents.get(around)
-
-    def _depth(self, module: nn.Module) -> int:
-        return 1 + self._depth(self._parents[module]) if module in self._parents else 0
 
     def _around(self, module: nn.Module) -> nn.Module | None:
         """Return the nearest module around it, or itself, whose ``_init_weights`` takes a layer."""
-        around: nn.Module | None = module
-        while around is not None and not _takes_layer(getattr(around, "_init_weights", None)):
-            around = self._parents.get(around)
-        return around
+        for around in self._upwards(module):
+            if _takes_layer(getattr(around, "_init_weights", None)):
+                return around
+        return None
 
 
 def _takes_layer(method: object) -> bool:

@@ -40,15 +40,13 @@ class Structure:
         if list(map(id, chain.from_iterable(map(dict.values, self._tables)))) == self._seen:
             return
         now = self._find_names()
-        for found, expected, what in (
-            (now, self._names, "added or replaced"),
-            (self._names, now, "removed"),
-        ):
-            for name in (name for key, name in found.items() if key not in expected):
+        for key, name in (self._names | now).items():
+            if (key in now) != (key in self._names):
                 raise ValueError(
-                    f"Parameter {name!r} was {what} after the model was sharded.\nChange modules in"
-                    " `__init__`, `configure_model` or `setup`. A copy that each rank is to have"
-                    " whole (a teacher) may be in a list (`self.teacher = [copy]`)."
+                    f"Parameter {name!r} was added, replaced or removed after the model was"
+                    " sharded.\nChange modules in `__init__`, `configure_model` or `setup`. A copy"
+                    " that each rank is to have whole (a teacher) may be in a list (`self.teacher ="
+                    " [copy]`)."
                 )
         # only names changed (pruning does that), or modules without parameters: nothing that is
         # sharded

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # not in the stub
+from torch.nn.parameter import is_lazy
 
 # below 1 MiB of fp32 an exchange costs its latency, not its bytes: neighbours share a unit
 SMALL_NUMEL = 1 << 18
@@ -62,15 +61,32 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitM
             " layers in `__init__` or `configure_model`, or train it with another strategy."
         )
     for name, p in model.named_parameters():
-        if isinstance(p, UninitializedTensorMixin):
+        if is_lazy(p):
             raise ValueError(
                 f"Parameter {name!r} has no shape yet (a lazy module). Run one forward, or give its"
                 " size, before training."
             )
     names = {module: name for name, module in model.named_modules()}
-    _require_policy(policy)
+    is_class = isinstance(policy, type) and issubclass(policy, nn.Module)
+    if (
+        isinstance(policy, str | nn.Module)
+        or is_class
+        or not (policy is None or callable(policy) or isinstance(policy, Iterable))
+    ):
+        raise ValueError(
+            "unit_policy is a list of module classes, or their names, or a function that gets the"
+            f" model and returns a list of modules. It is {_shown(policy)}."
+        )
     if policy is not None and callable(policy):
-        units = [_unit(found, names) for found in _returned(policy, model)]
+        try:
+            returned = list(policy(model))
+        except TypeError as error:
+            raise ValueError(
+                f"The unit policy cannot be called with the model, or returns no list ({error}). It"
+                " gets the model and returns its units, each a module or a list of modules. For"
+                " FSDP's policies give the classes that they wrap, `unit_policy=[MyBlock]`."
+            ) from error
+        units = [_unit(found, names) for found in returned]
     else:
         blocks = _blocks_of_classes(model, policy) if policy else set(_repeated_blocks(model))
         units = [_unit(module, names) for module in _candidates(model, blocks)]
@@ -79,43 +95,6 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitM
         units = _join_small(units)
     _assign_parameters(model, units, explicit=callable(policy))
     return [unit for unit in units if unit.parameters]
-
-
-def _require_policy(policy: Any) -> None:
-    """Raise a ValueError if ``policy`` is none."""
-    if isinstance(policy, str) or _is_module_class(policy):
-        one = repr(policy) if isinstance(policy, str) else policy.__name__
-        raise ValueError(f"unit_policy takes a list of classes or their names: [{one}], not {one}.")
-    if isinstance(policy, nn.Module) or not (
-        policy is None or callable(policy) or isinstance(policy, Iterable)
-    ):
-        raise ValueError(
-            f"unit_policy is a list of module classes or a function, and got {_shown(policy)}."
-        )
-
-
-def _returned(policy: Callable[..., Any], model: nn.Module) -> Sequence[Any]:
-    advice = (
-        "A policy gets the model and returns its units, each a module or a list of modules."
-        " Policies of FSDP that are asked for each module are not: give the classes that they wrap,"
-        " `unit_policy=[MyBlock]`."
-    )
-    try:
-        inspect.signature(policy).bind(model)
-    except TypeError as error:
-        raise ValueError(
-            f"unit_policy cannot be called with the model alone ({error}). {advice}"
-        ) from error
-    except ValueError:
-        pass  # of the standard library: no signature is known
-    found = policy(model)
-    if not isinstance(found, Iterable) or isinstance(found, str):
-        raise ValueError(f"The unit policy returned {_shown(found)}. {advice}")
-    return list(found)
-
-
-def _is_module_class(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module)
 
 
 def _shown(value: Any) -> str:
@@ -158,23 +137,17 @@ def _blocks_of_classes(model: nn.Module, policy: Sequence[type[nn.Module] | str]
     present = {type(module) for module in model.modules()}
     blocks: set[nn.Module] = set()
     for wanted in policy:
-        if not (isinstance(wanted, str) or _is_module_class(wanted)):
-            raise ValueError(
-                f"unit_policy names {_shown(wanted)}, which is neither a module class nor the name"
-                " of one."
-            )
-        if isinstance(wanted, str):
-            matches = {
-                c for c in present if wanted in (c.__name__, f"{c.__module__}.{c.__qualname__}")
-            }
-        else:
-            matches = {c for c in present if issubclass(c, wanted)}
+        matches = {
+            c
+            for c in present
+            if wanted in (c.__name__, f"{c.__module__}.{c.__qualname__}")
+            or (isinstance(wanted, type) and issubclass(c, wanted))
+        }
         if not matches:
             known = ", ".join(sorted({c.__name__ for c in present}))
-            label = wanted if isinstance(wanted, str) else wanted.__name__
             raise ValueError(
-                f"unit_policy names {label!r}, but the model has no module of that class. It has:"
-                f" {known}."
+                f"unit_policy names {getattr(wanted, '__name__', wanted)!r}, but the model has no"
+                f" module of that class. It has: {known}."
             )
         blocks.update(
             m for m in model.modules() if type(m) in matches and m is not model and _can_own(m)

@@ -110,13 +110,8 @@ class Reducer:
         self._ranges = {
             u.index: _Range(u, self.buffer, r) for u, r in zip(trained, layout.regions, strict=True)
         }
-        views = {
-            e.number: view
-            for u in trained
-            for e, view in zip(u.trained, self._ranges[u.index].views, strict=True)
-        }
-        self.views = [views[number] for number in range(len(views))]
-        self.written, self.claimed = bytearray(len(views)), bytearray(len(units))
+        self.views = [view for place in self._ranges.values() for view in place.views]
+        self.written, self.claimed = bytearray(len(self.views)), bytearray(len(units))
         self._open: list[_Range] = []
         self._flying: _Range | None = None
         self._mark: torch.cuda.Event | None = None

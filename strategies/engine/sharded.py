@@ -233,12 +233,6 @@ class ShardedTensor(_Sharded):
     value: Value
     views: tuple[tuple[Any, tuple, dict[str, Any]], ...] = ()
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """The same view of ``tensor``, which has the shape of the value."""
-        for function, args, kwargs in self.views:
-            tensor = function(tensor, *args, **kwargs)
-        return tensor
-
 
 def sharded_tensor(value: Value, absent: Tensor) -> ShardedTensor:
     """A tensor of ``value``, whose memory is ``absent``, one NaN of its shape and dtype."""
@@ -254,7 +248,9 @@ def meta_of(tensor: Tensor) -> Tensor:
 
 def _in_place_of(tensor: Tensor, whole: Tensor) -> Tensor:
     """What ``tensor`` is of ``whole``, the value: itself, or a view."""
-    return tensor.of(whole) if isinstance(tensor, ShardedTensor) else whole
+    for function, args, kwargs in getattr(tensor, "views", ()):
+        whole = function(whole, *args, **kwargs)
+    return whole
 
 
 def _is_plain(target: Tensor, args: Any) -> bool:
@@ -265,14 +261,16 @@ def _is_plain(target: Tensor, args: Any) -> bool:
 
 def _view(source: Tensor, step: tuple[Any, tuple, dict[str, Any]] | None) -> ShardedTensor:
     value = value_of(source)
-    absent = absent_like(value.meta, value.meta.dtype, source.device)
-    views = (source.views if isinstance(source, ShardedTensor) else ()) + (
-        () if step is None else (step,)
+    view = sharded_tensor(
+        value, _in_place_of(source, absent_like(value.meta, value.meta.dtype, source.device))
     )
-    shape = sharded_tensor(value, absent)
-    shape.views = views
-    view = sharded_tensor(value, shape.of(absent))
-    view.views = views
+    view.views = getattr(source, "views", ())
+    if step is not None:
+        function, args, kwargs = step
+        with torch._C.DisableTorchFunctionSubclass():
+            absent = function(view, *args, **kwargs)
+        view, views = sharded_tensor(value, absent), view.views
+        view.views = (*views, step)
     return view
 
 
@@ -360,18 +358,15 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
             )
         if graph_task() != NO_GRAPH_TASK and value_of(target).since is None:
             raise refusal(name, value_of(target))
-    given = list({id(each): each for each in instances((args, kwargs), _Sharded)}.values())
+    given = {id(each): each for each in instances((args, kwargs), _Sharded)}
     # the whole value, and what is given of it
     whole: dict[int, Tensor] = {}
     for target in targets if name in OVERWRITING else ():
         if not getattr(target, "views", ()):
-            meta = value_of(target).meta
-            whole[id(target)] = torch.empty_strided(
-                meta.shape, meta.stride(), dtype=meta.dtype, device=target.device
-            )
-    others = [each for each in given if id(each) not in whole]
+            whole[id(target)] = torch.empty_like(value_of(target).meta, device=target.device)
+    others = [each for key, each in given.items() if key not in whole]
     whole |= dict(zip(map(id, others), _read_whole(others), strict=True))
-    parts = {id(each): _in_place_of(each, whole[id(each)]) for each in given}
+    parts = {key: _in_place_of(each, whole[key]) for key, each in given.items()}
     full_args, full_kwargs = tree_map_only(_Sharded, lambda each: parts[id(each)], (args, kwargs))
     versions = {key: part._version for key, part in parts.items() if not part.is_inference()}
     result = func(*full_args, **full_kwargs)
@@ -379,13 +374,13 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     if targets and hasattr(result, "wait"):
         result.wait()  # a collective that goes on in the background
     stored = {value_of(target) for target in targets}
-    for each in given:
-        part, value = parts[id(each)], value_of(each)
-        if any(each is target for target in targets):
-            owner_of(value).write(value, whole[id(each)])
+    for key, each in given.items():
+        part, value = parts[key], value_of(each)
+        if key in map(id, targets):
+            owner_of(value).write(value, whole[key])
             result = tree_map_only(Tensor, partial(_if_same, part, each), result)
-        elif id(each) in versions and value not in stored:  # else it is a view of a target
-            if part._version != versions[id(each)]:
+        elif key in versions and value not in stored:  # else it is a view of a target
+            if part._version != versions[key]:
                 raise ResidencyError(f"{in_words(name)} would change a copy of {value.what}.")
             owner_of(value).watch(value, part)
     if isinstance(result, np.ndarray):
@@ -420,29 +415,25 @@ def _if_same(part: Tensor, each: Tensor, result: Tensor) -> Tensor:
     return each if result is part else result
 
 
-def _differentiate(func: Any, outputs: Any, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _differentiate(func: Any, outputs: Any, inputs: Any = None, **kwargs: Any) -> Any:
     """``torch.autograd.grad`` or ``backward``: with respect to the parameters themselves."""
-    wanted = () if inputs is None else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     with torch._C.DisableTorchFunctionSubclass():
-        edges = tuple(get_gradient_edge(p) if isinstance(p, _Sharded) else p for p in wanted)
-    given = list({id(p): p for p in instances((outputs, args, kwargs), _Sharded)}.values())
-    whole = dict(zip(map(id, given), read(given), strict=True))
-    outputs, args, kwargs = tree_map_only(
-        _Sharded, lambda each: whole[id(each)], (outputs, args, kwargs)
-    )
+        edges = inputs and tuple(
+            get_gradient_edge(p) if isinstance(p, _Sharded) else p for p in inputs
+        )
+    outputs, kwargs = tree_map_only(_Sharded, lambda p: read([p])[0], (outputs, kwargs))
     if func is torch.autograd.backward:
-        kwargs["inputs"] = None if inputs is None else edges
-        return func(outputs, *args, **kwargs)
+        return func(outputs, inputs=edges, **kwargs)
     if zeros := kwargs.pop("materialize_grads", False):
         kwargs["allow_unused"] = True
     grads = [
         # in the dtype of the buffer; an ordinary parameter's has its own
         grad if grad is None or not is_sharded(p) else grad.to(about(p).meta.dtype)
-        for p, grad in zip(wanted, func(outputs, edges, *args, **kwargs), strict=True)
+        for p, grad in zip(inputs, func(outputs, edges, **kwargs), strict=True)
     ]
     return tuple(
         torch.zeros_like(p) if grad is None and zeros else grad
-        for p, grad in zip(wanted, grads, strict=True)
+        for p, grad in zip(inputs, grads, strict=True)
     )
 
 

@@ -15,13 +15,12 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from types import MethodType
 from typing import Any, Protocol
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..collectives import LOOK_FOR, DivergenceError, LocalCollectives
+from ..collectives import LOOK_FOR, DivergenceError, LocalCollectives, Meeting
 from ..support import profile_range
 from .chunk import Entry
 from .gradients import Gradients
@@ -145,8 +144,6 @@ class StateOfParameters(MutableMapping):
     def __init__(self, step: OptimizerStep) -> None:
         self._step = step
         self.given: dict[Any, State] = {}  # parameter -> state that users have, or gave
-        # what was cut, weakly, and how often it was written before: a write since would be lost
-        self._taken: list[tuple[Callable[[], Tensor | None], int, Entry]] = []
 
     def __getitem__(self, key: Any) -> Any:
         self._require_open()
@@ -158,7 +155,9 @@ class StateOfParameters(MutableMapping):
         return self.given[key]
 
     def _read(self, entry: Entry) -> State:
-        everyone = self._step.engine.collectives.all_gather_object(entry.name)
+        collectives = self._step.engine.collectives
+        collectives.meet(Meeting.STATE)
+        everyone = collectives.all_gather_object(entry.name)
         for rank, name in enumerate(everyone):
             # hazard: the parts that ranks exchange of two parameters have two sizes
             if name != everyone[0]:
@@ -219,13 +218,6 @@ class StateOfParameters(MutableMapping):
 
     def cut(self) -> None:
         """Give what users have read or set to the stand-ins; local."""
-        self._taken = [each for each in self._taken if each[0]() is not None]
-        for reference, version, entry in self._taken:
-            if (kept := reference()) is not None and kept._version != version:
-                raise ResidencyError(
-                    f"Optimizer state of parameter {entry.name!r} that was read before a step"
-                    " was changed since: nobody would store that. Read `optimizer.state` again."
-                )
         given, self.given = self.given, {}
         for key, whole in given.items():
             found = self._step.entry_of(key)
@@ -233,8 +225,6 @@ class StateOfParameters(MutableMapping):
                 self.given[key] = whole  # of a parameter that is not sharded for it yet
             else:
                 self._step.stand_ins.cut_state(found, whole, self._step.state)
-                tensors = [value for value in whole.values() if isinstance(value, Tensor)]
-                self._taken += [(ref(tensor), tensor._version, found) for tensor in tensors]
 
 
 class OptimizerStep:

@@ -162,17 +162,13 @@ class Unit:
         lower = {c.dtype for c in self.chunks if c.dtype != c.master_dtype}
         self.rounded = (device, lower.pop()) if lower else None
         self._narrow = [chunk for chunk in self.chunks if chunk.wire_dtype != chunk.dtype]
-        offset, starts = 0, list[tuple[int, Entry]]()
-        for chunk in self.chunks:
-            for entry, start in zip(chunk.entries, chunk.layout.offsets, strict=True):
-                starts.append((offset + start * chunk.dtype.itemsize, entry))
-                entry.absent = absent_like(entry.value.meta, chunk.dtype, arena.memory.device)
-                entry.parameter.data = entry.absent
-            offset += chunk.nbytes
-        # where parameters begin [bytes of the buffer], in this order; one without elements begins
-        # where another does, and comes before it
-        starts.sort(key=lambda each: (each[0], each[1].size.numel()))
-        self.starts, self.by_start = [s for s, _ in starts], [entry for _, entry in starts]
+        for entry in self.entries:
+            entry.absent = absent_like(entry.value.meta, entry.chunk.dtype, arena.memory.device)
+            entry.parameter.data = entry.absent
+        # where parameters begin [bytes of the buffer], in this order, but those without elements
+        places = [(view.data_ptr() - self._home.start, entry) for entry, view in self._home.views]
+        places.sort(key=lambda place: place[0])
+        self.starts, self.by_start = [s for s, _ in places], [entry for _, entry in places]
         self.shard_parameters()
 
     def shard_parameters(self) -> None:
@@ -399,13 +395,6 @@ class Unit:
     def refresh(self) -> None:
         """Some shards changed: what is in the buffer is no longer true."""
         if self.phase is Phase.IN_USE:
-            for entry in self.entries:
-                if entry.parameter._version != entry.seen:
-                    raise ResidencyError(
-                        f"Parameter {entry.name!r} was changed in place while it is in use, and its"
-                        " shards by a step or a load that had begun before: one of the two would"
-                        " be lost. Do not change it in an optimizer's closure."
-                    )
             if self._beside is None:
                 self._start()
                 self.phase = Phase.UNSHARDING
@@ -468,17 +457,12 @@ class Unit:
         """
         if not entry.size.numel():
             return part.new_empty(entry.size)
-        layout, index = entry.chunk.layout, entry.chunk.entries.index(entry)
-        spans = [layout.span(index, rank) for rank in range(layout.world_size)]
-        numels = [0 if span is None else span.stop - span.start for span in spans]
         with apart():
-            shape = layout.world_size, max(numels)
-            buffer = torch.zeros(shape, dtype=part.dtype, device=entry.chunk.device)
-            buffer[self._collectives.rank, : part.numel()] = part
-            everyone = buffer.flatten().view(torch.uint8)
-            self._collectives.all_gather(everyone, self.labels[Exchange.VALUES]).wait()
-            parts = [each[:numel] for each, numel in zip(buffer, numels, strict=True)]
-            return entry.view(torch.cat(parts), 0)
+            full = torch.zeros(entry.size.numel(), dtype=part.dtype, device=entry.chunk.device)
+            if entry.span is not None:
+                full[entry.span.start : entry.span.stop] = part
+            self._collectives.all_reduce(full.view(torch.uint8))  # each byte is one rank's, or 0
+            return entry.view(full, 0)
 
 
 class WholeUnit(Unit):

@@ -252,7 +252,9 @@ class LoadStateDictAssign(Case):
     """`load_state_dict(assign=True)`"""
 
     pitfalls = (33,)
-    refused = refused_on_one = "was added or replaced after the model was sharded.*configure_model"
+    refused = refused_on_one = (
+        "was added, replaced or removed after the model was sharded.*configure_model"
+    )
 
     def train(self, run):
         super().train(run)
@@ -448,7 +450,9 @@ class ParameterReplaced(Case):
     """A parameter replaced by another after set-up"""
 
     pitfalls = (24,)
-    refused = refused_on_one = "was added or replaced after the model was sharded.*configure_model"
+    refused = refused_on_one = (
+        "was added, replaced or removed after the model was sharded.*configure_model"
+    )
 
     def train(self, run):
         super().train(run)
@@ -461,7 +465,9 @@ class ParameterAdded(Case):
     """A module added after set-up"""
 
     pitfalls = (24,)
-    refused = refused_on_one = "was added or replaced after the model was sharded.*configure_model"
+    refused = refused_on_one = (
+        "was added, replaced or removed after the model was sharded.*configure_model"
+    )
 
     def train(self, run):
         super().train(run)

@@ -161,30 +161,30 @@ def test_nested_blocks():
         (
             nn.Linear(2, 2),
             lambda m: None,
-            "The unit policy returned None. A policy gets the model and returns its units",
+            "It gets the model and returns its units, each a module or a list of modules",
         ),
         (
             nn.Linear(2, 2),
             ModuleWrapPolicy({nn.Linear}),
-            "Policies of FSDP that are asked for each module are not: give the",
+            "For FSDP's policies give the classes that they wrap, `unit_policy=[MyBlock]`",
         ),
         (
             nn.Linear(2, 2),
             size_based_auto_wrap_policy,
-            "unit_policy cannot be called with the model alone (missing a required",
+            "(size_based_auto_wrap_policy() missing 2 required",
         ),
         (
             nn.Linear(2, 2),
             nn.Linear(2, 2),
-            "unit_policy is a list of module classes or a function, and got a Linear",
+            "a function that gets the model and returns a list of modules. It is a Linear",
         ),
         (nn.Linear(2, 2), (name for name in ["Conv2d"]), "unit_policy names 'Conv2d'"),
         (
             nn.Linear(2, 2),
             [None],
-            "unit_policy names None, which is neither a module class nor the name of one",
+            "unit_policy names None, but the model has no module of that class",
         ),
-        (nn.Linear(2, 2), [nn.Linear(2, 2)], "unit_policy names a Linear, which is neither"),
+        (nn.Linear(2, 2), [nn.Linear(2, 2)], "unit_policy names Linear("),
     ],
 )
 def test_bad_input(model, policy, message):

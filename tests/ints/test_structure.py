@@ -16,6 +16,6 @@ def test_a_container_in_the_memory_of_the_one_before():
     model.body = nn.Sequential(new)
     with pytest.raises(
         ValueError,
-        match=r"Parameter 'body\.0\.weight' was added or replaced after the model was sharded",
+        match=r"Parameter 'body\.0\.weight' was added, replaced or removed after the model was sharded",
     ):
         structure.check()
