@@ -391,6 +391,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             step.abandon()
             # `Strategy.teardown` of Lightning reads all, to move it to the CPU
             step.optimizer.state = {}  # type: ignore[assignment]
+        if self.engine is not None:
+            self.engine.end_run()
         super().teardown()
         for step in steps:
             step.optimizer.state = step.state_of_parameters  # type: ignore[assignment]

@@ -327,8 +327,13 @@ def _stage(trainer: Any) -> Stage:
 
 
 def _count_prefetched_batches(trainer: Any) -> int:
-    """Count the batches that `_PrefetchDataFetcher` fetched ahead to know which is the last."""
-    return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+    """Count the batches that were handed out and that the loop has not run.
+
+    `_PrefetchDataFetcher` fetches ahead to know which is the last; an exception ends another.
+    """
+    current = trainer.fit_loop.epoch_loop.batch_progress.current
+    ahead = len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+    return ahead + current.ready - current.processed
 
 
 def _find_number(trainer: Any, loader: ShardedLoader) -> int:

@@ -204,6 +204,8 @@ class Access:
         finally:
             for entry in wanted:
                 values[entry] = entry.parameter.detach()
+                if not self._passes.in_step:
+                    set_grad(entry.parameter, None)  # of what was trained inside, after a run
                 entry.value.aliases, entry.seen = [], entry.parameter._version
             for unit in units:
                 unit.lent = False

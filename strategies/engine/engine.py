@@ -31,7 +31,7 @@ from .build import (
 from .chunk import Entry
 from .forward_order import ForwardOrder
 from .gradients import Gradients
-from .hooks import install, tracing_state, transform, watch_outputs
+from .hooks import install, take_gradients, tracing_state, transform, watch_outputs
 from .initial_values import Initializer
 from .isolation import apart
 from .layout import ArenaLayout
@@ -135,10 +135,14 @@ class Zero3Engine:
         for chunk in hosted:
             chunk.streams = self._streams
         self._forward = ForwardOrder(foresees=not debug)
-        hooks = self._enter_forward, self._leave_forward, self.passes.collector
-        dropped: list[str] = []
+        hooks, dropped = (self._enter_forward, self._leave_forward), list[str]()
         self._has_warned, self._spreading = False, list[Unit]()
-        self._handles = [handle for unit in self.units for handle in install(unit, *hooks, dropped)]
+        self._handles = [handle for unit in self.units for handle in install(unit, *hooks)]
+        self._taking = [
+            handle
+            for unit in self.units
+            for handle in take_gradients(unit, self.passes.collector, dropped)
+        ]
         self.steps = {optimizer: OptimizerStep(self, optimizer) for optimizer in optimizers}
         self.structure = Structure(model, self.buffers.look_again)
 
@@ -187,11 +191,18 @@ class Zero3Engine:
 
     def close(self) -> None:
         """Take the hooks away. The values stay in the shards; another engine may take them over."""
+        self.end_run()
         for handle in self._handles:
             handle.remove()
         self._handles = []
         for step in self.steps.values():
             step.close()
+
+    def end_run(self) -> None:
+        """Leave gradients to whom they come from: to another strategy, in `gathered`."""
+        for handle in self._taking:
+            handle.remove()
+        self._taking = []
 
     def unshard(self) -> None:
         """Make the parameters ordinary again, full and in CPU memory of their own, and close;

@@ -28,15 +28,8 @@ def install(
     unit: Unit,
     enter_forward: Callable[[Unit, nn.Module, Any], None],
     leave_forward: Callable[[Unit, nn.Module, Any, Any], None],
-    collector: Callable[[Unit, Entry], Collector],
-    dropped: list[str],
 ) -> list[RemovableHandle]:
-    """Report when members of the unit run, when they have run or raised (then outputs are None),
-    and their gradients.
-
-    ``collector`` makes the hook of a trained parameter; ``dropped`` gets the name of the first
-    parameter that has a gradient and no optimizer.
-    """
+    """Report when members of the unit run, and when they have run or raised (outputs are None)."""
     enter, leave = _outside_of_graphs(enter_forward), _outside_of_graphs(leave_forward)
     handles = []
     for module in unit.members:
@@ -44,6 +37,18 @@ def install(
         handles.append(module.register_forward_pre_hook(_ModuleHook(enter, unit), prepend=True))
         # Also when forward raises, or stops early in a checkpoint's recomputation.
         handles.append(module.register_forward_hook(_ModuleHook(leave, unit), always_call=True))
+    return handles
+
+
+def take_gradients(
+    unit: Unit, collector: Callable[[Unit, Entry], Collector], dropped: list[str]
+) -> list[RemovableHandle]:
+    """Take the gradients of the unit's parameters as soon as autograd has them.
+
+    ``collector`` makes the hook of a trained parameter; ``dropped`` gets the name of the first
+    parameter that has a gradient and no optimizer.
+    """
+    handles = []
     for entry in unit.entries:
         if entry.dtype.is_floating_point or entry.dtype.is_complex:
             hook = collector(unit, entry) if entry.trained else _dropper(entry, dropped)

@@ -456,11 +456,11 @@ def set_gradient_of(parameter: Tensor, grad: Tensor | None) -> None:
     """``parameter.grad = grad``: in a backward this rank's own, which is reduced after the hook
     that sets it.
     """
-    if graph_task() == NO_GRAPH_TASK:
+    in_backward = graph_task() != NO_GRAPH_TASK
+    with torch._C.DisableTorchFunctionSubclass():
+        set_grad(parameter, grad if in_backward else None)  # after a run it may have one
+    if not in_backward:
         owner_of(about(parameter)).set_gradient(cast(nn.Parameter, parameter), grad)
-    else:
-        with torch._C.DisableTorchFunctionSubclass():
-            set_grad(parameter, grad)
 
 
 def keep_engine_last(parameter: Tensor) -> None:

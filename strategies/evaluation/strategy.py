@@ -5,6 +5,7 @@ Ranks with fewer batches take part in the exchanges of the others.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +33,8 @@ class EvaluationStrategy(WatchedStrategy):
         self.engine = None
         # Turns of each loader; None where the ranks agree in each step on which have a batch.
         self._turns: list[Iterator[Turn] | None] = []
+        # of each loader, whether this rank had no batch, of each prediction
+        self._predicted: defaultdict[int, list[bool]] = defaultdict(list)
 
     @property
     def _trainer(self) -> pl.Trainer:
@@ -50,6 +53,7 @@ class EvaluationStrategy(WatchedStrategy):
 
     @override
     def on_predict_start(self) -> None:
+        self._predicted.clear()
         self.begin_evaluation(Activity.BETWEEN_PREDICT)
         self._plan_turns(self._trainer.predict_loop)
 
@@ -64,9 +68,13 @@ class EvaluationStrategy(WatchedStrategy):
     @override
     def on_predict_end(self) -> None:
         self._end_turns()
-        for predictions in self._trainer.predict_loop._predictions:
+        for index, predictions in enumerate(self._trainer.predict_loop._predictions):
             predictions[:] = [
-                prediction for prediction in predictions if not isinstance(prediction, NoBatch)
+                prediction
+                for (lacks_batch, prediction) in zip(
+                    self._predicted[index], predictions, strict=True
+                )
+                if not lacks_batch
             ]
 
     def _plan_turns(self, loop: _EvaluationLoop | _PredictionLoop) -> None:
@@ -183,7 +191,16 @@ class EvaluationStrategy(WatchedStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().predict_step, *args, **kwargs)
+        prediction = self._evaluate(super().predict_step, *args, **kwargs)
+        lacks_batch = isinstance(prediction, NoBatch)
+        self._predicted[args[-1] if len(self._turns) > 1 else 0].append(lacks_batch)
+        if not lacks_batch:
+            return prediction
+        # Writers of predictions know None. `_PredictionLoop._predict_step` warns of it.
+        self._trainer.predict_loop._warning_cache.add(
+            "predict returned None if it was on purpose, ignore this warning..."
+        )
+        return None
 
 
 def _is_empty(loader: object) -> bool:

@@ -226,3 +226,63 @@ def test_a_signal_is_another_request_after_ten_seconds(monkeypatch, seconds, ask
     assert not connector._needs_requeue
     connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
     assert connector._needs_requeue is asked
+
+
+class Counted(Model):
+    """Notes the batches that were trained on."""
+
+    def __init__(self, hook=None):
+        super().__init__()
+        self.hook, self.trained = hook, []
+
+    def training_step(self, batch, batch_index):
+        self.trained.append(batch[0, 0].item())
+        return super().training_step(batch, batch_index)
+
+
+class Interrupts(pl.Callback):
+    """As Ctrl-C in the middle of the fourth batch of an epoch."""
+
+    def __init__(self, hook):
+        def interrupt(trainer, *args):
+            if trainer.fit_loop.epoch_loop.batch_progress.current.ready == 4:
+                raise KeyboardInterrupt
+
+        setattr(self, hook, interrupt)
+
+
+def interrupted(rank, world_size, folder, hook):
+    data = DataLoader(torch.arange(24.0).view(8, 3).repeat_interleave(world_size, 0), batch_size=1)
+
+    def fit(module, *callbacks, **options):
+        runner = pl.Trainer(
+            accelerator="cpu",
+            devices=world_size,
+            strategy="zero3",
+            max_epochs=1,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=list(callbacks),
+        )
+        runner.fit(module, data, **options)
+        return runner
+
+    whole, first, rest = Counted(), Counted(), Counted()
+    fit(whole)
+    saver = OnExceptionCheckpoint(folder)
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        fit(first, Interrupts(hook), saver)
+    runner = fit(rest, ckpt_path=saver.ckpt_path)
+    return whole.trained, first.trained, rest.trained, runner.global_step
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_start", "on_before_backward", "on_train_batch_end"]
+)
+def test_the_batch_that_was_interrupted_is_trained_on(hook, tmp_path):
+    for whole, first, rest, steps in run_ranks(interrupted, 2, str(tmp_path), hook, timeout=60):
+        assert steps == len(whole) == 8
+        begun = 4 if hook == "on_before_backward" else 3  # that batch runs twice
+        done = 4 if hook == "on_train_batch_end" else 3
+        assert first == whole[: max(begun, done)] and rest == whole[done:]

@@ -2,10 +2,12 @@
 one process does it.
 """
 
+import warnings
 from functools import cache
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import CatMetric, SpearmanCorrCoef
 from torchmetrics.classification import BinaryAUROC
@@ -83,6 +85,34 @@ def test_as_one_process(ranks, kind):
         joined = [force for found in everyone for force in found["predict"][loader]]
         assert [len(found["predict"][loader]) for found in everyone] == list(COUNTS[ranks][loader])
         torch.testing.assert_close(joined, whole, rtol=2 * RTOL, atol=1e-6)
+
+
+class Writes(BasePredictionWriter):
+    def __init__(self):
+        super().__init__("batch_and_epoch")
+        self.batches, self.epoch = [], None
+
+    def write_on_batch_end(self, trainer, module, prediction, *args):
+        self.batches.append(prediction)
+
+    def write_on_epoch_end(self, trainer, module, predictions, indices):
+        self.epoch = list(predictions)
+
+
+def write_predictions(rank, world_size):
+    writer = Writes()
+    options = {"use_distributed_sampler": True, "callbacks": [writer]}
+    runner = trainer(zero3(unit_policy=["Linear"]), world_size, **options)
+    whole = torch.randn(5, 6, generator=torch.Generator().manual_seed(5))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="predict returned None")
+        predictions = runner.predict(ForceField(), DataLoader(whole[:1], batch_size=1))
+    return len(predictions), [p is None for p in writer.batches], [p is None for p in writer.epoch]
+
+
+def test_a_writer_gets_no_prediction_where_there_is_no_batch():
+    with_one, without = run_ranks(write_predictions, 2, timeout=60)
+    assert with_one == (1, [False], [False]) and without == (0, [True], [True])
 
 
 class Endless(IterableDataset):
