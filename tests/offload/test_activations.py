@@ -85,18 +85,18 @@ class Net(TinyLm):
         return loss
 
 
-def build(world_size, budget, late, how="plain", offload=None):
+def build(world_size, budget, late, how="plain", offload=None, device=CPU):
     model = make(Net)
     model.how = how
     if how == "compiled":
         for block in model.blocks:
             block.compile(backend="aot_eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    group = make_collectives(dist.group.WORLD, CPU) if world_size > 1 else None
+    group = make_collectives(dist.group.WORLD, device) if world_size > 1 else None
     engine = Zero3Engine(
         model,
         [optimizer],
-        device=CPU,
+        device=device,
         collectives=group or LocalCollectives(alone=False),
         unit_policy=lambda m: [m, *m.blocks],
         offload=offload,
@@ -104,17 +104,18 @@ def build(world_size, budget, late, how="plain", offload=None):
         streams=LateStream if late else Stream,
         worker=LateWorker if late else start_worker,
     )
-    ParamGroups([optimizer], lambda: engine, CPU).start(engine)
+    ParamGroups([optimizer], lambda: engine, device).start(engine)
     return engine, optimizer, model
 
 
-def train(rank, world_size, budget, late, how="plain", offload=None):
+def train(rank, world_size, budget, late, how="plain", offload=None, device=CPU):
     """Losses, and weights and state at the end."""
-    engine, optimizer, model = build(world_size, budget, late, how, offload)
+    engine, optimizer, model = build(world_size, budget, late, how, offload, device)
     losses = []
     for batch in tokens(STEPS):
+        batch = tuple(each.to(device) for each in part(batch, rank, world_size))
         with engine.step():
-            loss = model.loss(part(batch, rank, world_size))
+            loss = model.loss(batch)
         with engine.backward():
             loss.backward(retain_graph=how == "twice")
         if how == "twice":
@@ -125,7 +126,9 @@ def train(rank, world_size, budget, late, how="plain", offload=None):
         optimizer.zero_grad()
     if budget == 0:
         assert engine.activations.memory.nbytes
-    state = [v.clone() for p in model.parameters() for v in optimizer.state[p].values()]
+    state = [
+        v.to("cpu", copy=True) for p in model.parameters() for v in optimizer.state[p].values()
+    ]
     engine.unshard()
     return losses, [*model.parameters(), *state]
 

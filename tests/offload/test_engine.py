@@ -115,7 +115,15 @@ def train_all(rank, world_size, options):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(its, marks=pytest.mark.variant)
+        if its.get("optimizer") in ("sgd", "adagrad")
+        else its
+        for its in OPTIONS
+    ],
+)
 def test_bit_for_bit(world_size, options):
     if options.get("bf16") and world_size == 1:
         pytest.skip("one rank sends nothing")
