@@ -22,7 +22,7 @@ from checkpoints.runs import full_weights
 from helpers.models import TinyLm, make, tokens
 from helpers.parity import trainer, zero3
 from helpers.ranks import run_ranks
-from lightning_zero3 import CheckpointOptions, Zero3Strategy
+from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep
 from lightning_zero3.strategies.engine import activations
 
@@ -105,7 +105,22 @@ SETTINGS = {
     "bfloat16": {"precision": "bf16-mixed", "gradient_clip_val": 0.1},
     "true bfloat16": {"precision": "bf16-true"},
     "whole parameters": {"optimizer": "muon"},
+    "debug": {"debug": True, "stop_on_nonfinite": True},
+    "sharded files": {"checkpoint": {"kind": "sharded"}},
+    "rounded on the wire": {"gather_dtype": "bf16", "reduce_dtype": "bf16"},
+    "double": {"precision": "64-true", "gradient_clip_val": 0.1},
     "once": {"accumulate_grad_batches": 3, "reduce_once": True},
+}
+
+
+OF_STRATEGY = {
+    "reduce_once",
+    "shard_size",
+    "debug",
+    "stop_on_nonfinite",
+    "checkpoint",
+    "gather_dtype",
+    "reduce_dtype",
 }
 
 
@@ -124,13 +139,8 @@ def fit(world_size, name, offload, save=None, ckpt_path=None):
     options = {k: v() if callable(v) else v for k, v in SETTINGS[name].items()}
     module = Lit(options.pop("optimizer", "adamw"), options.pop("overflows", ()))
     saved = options.pop("activations", None)
-    strategy = zero3(
-        offload=offload,
-        reduce_once=options.pop("reduce_once", False),
-        shard_size=options.pop("shard_size", None),
-        activations=saved if offload else None,
-        checkpoint=CheckpointOptions(),
-    )
+    of_strategy = {name: options.pop(name) for name in OF_STRATEGY & options.keys()}
+    strategy = zero3(offload=offload, activations=saved if offload else None, **of_strategy)
     options = {"max_steps": 4, "max_epochs": -1, "use_distributed_sampler": True} | options
     options["callbacks"] = [*options.get("callbacks", []), *([save] if save else [])]
     runner = trainer(strategy, world_size, **options)
