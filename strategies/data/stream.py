@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ..support.random_states import derive_seed, seed_cpu
 from .device import map_tensors
@@ -271,23 +270,20 @@ class Cursor:
         return items
 
     def _skip_items(self, count: int, label: str | None, head: int) -> None:
-        """Read ``count`` items and drop all but the first ``head``."""
-        progress = SkipProgress(count, label)
-        head_items: list[Any] = []
-        while self.items_read < count:
-            try:
-                item = next(self)
-            except StopIteration:
-                raise RuntimeError(
-                    f"{label or 'stream'}: {type(self.dataset).__name__} ended after"
-                    f" {self.items_read} items while skipping the {count} items from before the"
-                    " checkpoint: this is not the same stream."
-                ) from None
-            if len(head_items) < head:
-                head_items.append(item)
-            progress.update(self.items_read)
-        self.head = head_items
-        progress.close()
+        """Read ``count`` items and drop all but the first ``head``, with a bar on stderr."""
+        rest = tqdm(
+            itertools.islice(self, count), f"{label}: skipping", count, disable=label is None
+        )
+        items = iter(rest)
+        self.head = list(itertools.islice(items, head))
+        for _ in items:
+            pass
+        if self.items_read < count:
+            raise RuntimeError(
+                f"{label or 'stream'}: {type(self.dataset).__name__} ended after"
+                f" {self.items_read} items while skipping the {count} items from before the"
+                " checkpoint: this is not the same stream."
+            )
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -309,34 +305,6 @@ class Cursor:
         """
         source = self.dataset if is_stateful(self.dataset) else self.items
         return {"read": self.items_read, "state": _state_of(source), "begin": self._begin_state}
-
-
-class SkipProgress:
-    """Prints a progress line to stderr, at most once a second."""
-
-    def __init__(self, total: int, label: str | None) -> None:
-        self.total, self.label = total, label
-        self.printed_at_s = time.monotonic()
-
-    def update(self, done: int) -> None:
-        """Print that ``done`` items of the total were skipped."""
-        if self.label is not None and time.monotonic() - self.printed_at_s > 1.0:
-            self.printed_at_s = time.monotonic()
-            print(
-                f"\r{self.label}: skipping {done}/{self.total} items",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def close(self) -> None:
-        """Print the end of the line."""
-        if self.label is not None and self.total > 0:
-            print(
-                f"\r{self.label}: skipped {self.total}/{self.total} items",
-                file=sys.stderr,
-                flush=True,
-            )
 
 
 def is_stateful(obj: Any) -> bool:

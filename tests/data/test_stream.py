@@ -131,7 +131,7 @@ def test_a_stream_without_state_is_skipped_and_says_so(capfd):
     ):
         save_and_load(loader, resumed)
     assert run(resumed, 1) == [[6, 7]]
-    assert "skipped 6/6 items" in capfd.readouterr().err
+    assert "| 6/6 [" in capfd.readouterr().err
 
 
 def test_a_replaced_iterator_that_only_looked_ahead_loses_nothing():

@@ -69,7 +69,7 @@ ROOMS = [
         "strategies/data",
         "sharded loaders that resume",
         "strategies/support",
-        "torch numpy",
+        "torch numpy tqdm",
         tokens=18_447,
     ),
     Room(
