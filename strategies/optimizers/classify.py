@@ -23,7 +23,7 @@ from torch.optim import (
     Rprop,
 )
 
-from .trial import Options, own_attributes, train_copy
+from .trial import Options, train_copy
 
 # Of torch, and right on any part of a parameter. A subclass may do anything.
 _ELEMENTWISE = frozenset(
@@ -93,7 +93,7 @@ def _options(group: Options) -> Options:
 
 def _require_separate(optimizer: Optimizer, options: Options) -> None:
     shapes = _MATRICES if _refuses_vectors(optimizer, options) else _SHAPES
-    named = [*options.values(), *own_attributes(optimizer).values()]
+    named = *options.values(), *vars(optimizer).values()
     starts = [value for value in named if type(value) is int and max(_STEPS) < value <= _LAST_START]
     trials = [*_STEPS, *(start + 2 for start in starts)]
     try:
@@ -109,9 +109,9 @@ def _require_separate(optimizer: Optimizer, options: Options) -> None:
         )
         raise ValueError(
             f"{type(optimizer).__name__} could not be tried on small tensors"
-            f" ({type(error).__name__}: {error}), so it cannot be trusted with shards. It is made"
-            " as `cls([group], **defaults)`, or `cls(params, **defaults)`, and steps with and"
-            f" without a closure.\n{instead} in `configure_optimizers`, or use another strategy."
+            f" ({type(error).__name__}: {error}), so it cannot be trusted with shards. A copy"
+            f" of it steps with and without a closure.\n{instead} in `configure_optimizers`, or"
+            " use another strategy."
         ) from error
     if not separate or any(
         _combines(factor, optimizer, options, shapes, steps)
@@ -155,6 +155,8 @@ def _agree(
     grads[steps - 2][0] *= factor
     together, alone = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
     train_copy(optimizer, options, together, grads)
+    if all(map(torch.equal, together, values)):
+        raise RuntimeError("it does not step on its own param groups")
     for k, parameter in enumerate(alone):
         # Another loss than the joint copy's: in a training each rank has a loss of its own.
         train_copy(optimizer, options, [parameter], [[grad[k]] for grad in grads], loss=2.0)

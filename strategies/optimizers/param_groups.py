@@ -7,7 +7,6 @@ for the others alone. Optimizer state and gradients move to the new shards.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -18,8 +17,8 @@ from torch.optim import Optimizer
 
 from ..engine import FUSED, HostShards, OptimizerStep, StandIns, State, Zero3Engine, compare_notes
 from .classify import Stepping, find_stepping
-from .guards import list_settings, require_no_tensor_lists
 from .lbfgs import LongVector
+from .settings import list_settings
 from .whole_parameters import WholeParameters
 
 
@@ -48,17 +47,11 @@ class ParamGroups:
             engine: the engine that was built for the optimizers.
             states: state of each optimizer by parameter name, in place of what its constructor has
                 made.
-
-        Raises:
-            ValueError: an optimizer keeps a tensor for each parameter in an attribute of its own.
         """
         engine.collectives.exchange_log.settings = partial(list_settings, tuple(self._optimizers))
         by_name = {entry.name: entry.parameter for entry in engine.entries.values()}
         for index, optimizer in enumerate(self._optimizers):
             step = engine.steps[optimizer]
-            require_no_tensor_lists(
-                optimizer, Counter(tuple(entry.size) for entry in chain(*step.entries()))
-            )
             step.stand_ins = self._stand_ins(engine, index)
             for name, state in states[index].items() if states else ():
                 optimizer.state[by_name[name]] = state

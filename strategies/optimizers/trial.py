@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -11,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.overrides import TorchFunctionMode
 
 Options = dict[str, Any]  # options of a param group
 
@@ -52,72 +52,49 @@ def train_copy(
     return copy
 
 
-def own_attributes(optimizer: Optimizer, copy: Optimizer | None = None) -> Options:
-    """Return copies of the attributes that ``optimizer`` has beyond those of every optimizer.
-
-    Attributes that replace a method, hold tensors or cannot be copied are left out.
-
-    Args:
-        optimizer: the optimizer with the attributes.
-        copy: bound methods of ``optimizer`` among the attributes become methods of ``copy``.
-    """
-    common, cls = vars(SGD([torch.zeros(1)])), type(optimizer)
-    found = {}
-    for name, value in vars(optimizer).items():
-        if name not in common and not callable(getattr(cls, name, None)):
-            try:
-                with _WithoutTensors():
-                    found[name] = deepcopy(value, {id(optimizer): copy or optimizer})
-            except Exception:
-                continue  # the copy keeps the value that its own constructor made
-    return found
-
-
 def _copy_optimizer(
     optimizer: Optimizer, options: Options, parameters: Sequence[nn.Parameter]
 ) -> Optimizer:
-    cls, kept = type(optimizer), own_attributes(optimizer)
-    accepted = inspect.signature(cls.__init__).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-    # Some constructors do not take every default (the optimizer adds one of its own), and some
-    # require an argument that is no default.
-    arguments = {
-        k: _copy_option(v) for k, v in optimizer.defaults.items() if takes_any or k in accepted
+    """Copy ``optimizer`` without its constructor, whose arguments nobody knows, with other
+    parameters and state for them.
+    """
+    cls = type(optimizer)
+    copy, group = cls.__new__(cls), _copy(options, {})
+    rate = group.get("lr") or 0.0
+    group["lr"] = (
+        rate.clamp_min(_LEAST_RATE) if isinstance(rate, Tensor) else max(rate, _LEAST_RATE)
+    )
+    memo: dict[int, Any] = {
+        id(p): torch.empty(0) for g in optimizer.param_groups for p in g["params"]
     }
-    required = {
-        k
-        for k, p in accepted.items()
-        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    }
-    arguments |= {k: kept[k] for k in required & kept.keys() - arguments.keys()}
-    own = {
-        key: value if key == "param_names" else _copy_option(value)
-        for key, value in options.items()
-    }
-    group = {key: value for key, value in own.items() if key != "param_names"}
-    try:
-        copy = cls([{**group, "params": parameters}], **arguments)
-    except Exception:
-        copy = cls(parameters, **arguments)  # the constructor may refuse groups
-    vars(copy).update(own_attributes(optimizer, copy))
-    for group in copy.param_groups:
-        group.update(own)
-        rate = group.get("lr") or 0.0
-        group["lr"] = (
-            rate.clamp_min(_LEAST_RATE) if isinstance(rate, Tensor) else max(rate, _LEAST_RATE)
-        )
+    # after another run it is no dict
+    state = optimizer.state if isinstance(optimizer.state, dict) else {}
+    shared = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+    memo[id(optimizer)], memo[id(optimizer.state)] = copy, defaultdict(dict, _copy(shared, {}))
+    memo[id(optimizer.param_groups)] = []
+    for name, value in vars(optimizer).items():
+        # a scheduler of torch replaces `step`
+        if not callable(getattr(cls, name, None)):
+            vars(copy)[name] = OrderedDict() if name.endswith("_hooks") else _copy(value, memo)
+    copy.add_param_group({**group, "params": [*parameters]})
+    made: Options = next((v for key, v in state.items() if isinstance(key, Tensor)), {})
+    for p in parameters if made else ():  # what the constructor has made of each parameter
+        copy.state[p] = {
+            key: torch.ones_like(p, dtype=value.dtype)
+            if isinstance(value, Tensor) and value.dim()
+            else _copy(value, {})
+            for key, value in made.items()
+        }
     if callable(start := getattr(copy, "train", None)):
         start()  # schedule-free optimizers refuse to step before
     return copy
 
 
-def _copy_option(option: Any) -> Any:
-    if isinstance(option, Tensor):
-        return option.detach().clone()
+def _copy(value: Any, memo: dict[int, Any]) -> Any:
     try:
-        return deepcopy(option)
+        return deepcopy(value, memo)
     except Exception:
-        return option
+        return value
 
 
 def _choose_steps_with_closure(optimizer: Optimizer) -> Callable[[int], bool]:
@@ -158,12 +135,3 @@ def _without_global_hooks() -> Iterator[None]:
     finally:
         for each, kept in zip(hooks, before, strict=True):
             each.update(kept)
-
-
-class _WithoutTensors(TorchFunctionMode):
-    """Let every function of torch raise, so that copying an object with tensors fails."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        raise TypeError("only objects without tensors are copied")

@@ -627,10 +627,7 @@ NOT_PROMISED: dict[str, tuple[str, ...]] = {
         "ByReplacingData",
         "ScaledAroundAWholeStep",
     ),
-    "An optimizer's state made late, listed beside `state`, or unwrapped by the user.": (
-        "WholeStateMadeWhenAdded",
-        "StateInAList",
-    ),
+    "An optimizer's state made late.": ("WholeStateMadeWhenAdded",),
     "Goes past torch: addresses, DLPack, arrays kept or written, storages, swapped memory.": (
         "pointer-between-steps",
         "buffers-written-as-arrays",

@@ -275,23 +275,6 @@ class WholeStateMadeWhenAdded(StateMadeWhenAdded):
         return 1 / (grad.norm() + 1e-2)
 
 
-class StateInAList(Module):
-    refused = (
-        "Listing keeps a tensor for each of its parameters in its attribute"
-        " `momenta`.*self.state.parameter."
-    )
-
-    def configure_optimizers(self):
-        class Listing(torch.optim.SGD):
-            def __init__(self, params, lr):
-                super().__init__(params, lr=lr)
-                self.momenta = [
-                    [torch.zeros_like(p) for p in group["params"]] for group in self.param_groups
-                ]
-
-        return Listing(self.parameters(), lr=0.1)
-
-
 class StateOfBeforeACut(Module):
     """A block was not used in between."""
 
