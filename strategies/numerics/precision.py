@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
@@ -16,7 +15,6 @@ from lightning.pytorch.plugins.precision import (
     MixedPrecision,
     Precision,
 )
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
@@ -93,53 +91,21 @@ class Zero3MixedPrecision(_ShardedClipping, MixedPrecision):
     """The plugin of ``bf16-mixed`` and ``16-mixed``: fp32 shards, and autocast.
 
     Weights are gathered in the lower precision. With ``16-mixed`` all ranks agree on whether a step
-    has finite gradients. If it has not, the step is skipped, and with it the learning-rate
-    schedulers that are due, until a step is not skipped.
+    has finite gradients, and skip it if not. Learning-rate schedulers go on, as Lightning has it.
     """
-
-    _schedulers: list[LRSchedulerConfig]
-
-    @override
-    def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
-        self._schedulers = [config for config in lr_schedulers if config.interval == "step"]
-        self._frequencies = [config.frequency for config in self._schedulers]
-        # for each scheduler, whether it was due after a step that was skipped
-        self._is_overdue = [False] * len(self._schedulers)
-        return super().connect(model, optimizers, lr_schedulers)
 
     @override
     def optimizer_step(  # type: ignore[override]  # as Lightning's, not as Fabric's
         self, optimizer: Any, model: Any, closure: Any, **kwargs: Any
     ) -> Any:
-        scaler = self.scaler
-        if scaler is None:
-            return super().optimizer_step(optimizer, model, closure, **kwargs)
-
         def complete() -> Any:
             result = closure()
             has_backward = result is not None or not model.automatic_optimization
-            if _optimizer_handles_unscaling(optimizer) and has_backward:
-                _unscale_for(optimizer, scaler)
+            if self.scaler and _optimizer_handles_unscaling(optimizer) and has_backward:
+                _unscale_for(optimizer, self.scaler)
             return result
 
-        if not self._schedulers:
-            # hazard: `GradScaler.get_scale` waits for the device, so only schedulers make it happen
-            return super().optimizer_step(optimizer, model, complete, **kwargs)
-        before = scaler.get_scale()
-        result = super().optimizer_step(optimizer, model, complete, **kwargs)
-        is_skipped = scaler.get_scale() < before
-        batches = model.trainer.fit_loop.epoch_loop.batch_idx + 1
-        for number, (config, frequency) in enumerate(
-            zip(self._schedulers, self._frequencies, strict=True)
-        ):
-            # `_TrainingEpochLoop._update_learning_rates` of Lightning steps a scheduler if the
-            # number of batches is a multiple of `frequency`: never after a skipped step, and after
-            # the next step that is not skipped if the scheduler is overdue.
-            was_overdue = self._is_overdue[number]
-            self._is_overdue[number] = is_skipped and (was_overdue or batches % frequency == 0)
-            usual = 1 if was_overdue else frequency
-            config.frequency = sys.maxsize if is_skipped else usual
-        return result
+        return super().optimizer_step(optimizer, model, complete, **kwargs)
 
     @override
     def _clip(self, *args: Any, **kwargs: Any) -> None:
