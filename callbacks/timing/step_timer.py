@@ -146,7 +146,6 @@ class StepTimer(Callback):
         for _ in range(ends[-1] if ends else 0):
             part, beginning, _ = self._marks.popleft()
             self._totals[part] += self.clock.between(beginning, self._marks[0][1])
-            self.clock.recycle(beginning)
         self._steps += len(ends)
 
     @override

@@ -11,7 +11,10 @@ In a step weights travel inside rows only, and one shard of the gradients travel
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -32,7 +35,7 @@ class HybridCollectives(LocalCollectives):
     def __init__(
         self, shards: LocalCollectives, everyone: LocalCollectives, replicas: dist.ProcessGroup
     ) -> None:
-        self._shards, self._replicas = shards, replicas
+        self._replicas = replicas
         self.rank, self.world_size = shards.rank, shards.world_size
         self.global_rank, self.replicas = everyone.global_rank, dist.get_world_size(replicas)
         self.exchange_log = everyone.exchange_log = shards.exchange_log
@@ -41,18 +44,12 @@ class HybridCollectives(LocalCollectives):
             setattr(self, name, getattr(shards, name))
         for name in ("meet", "agree", "broadcast", "all_gather_object"):
             setattr(self, name, getattr(everyone, name))
+        # These sum over all ranks; replicas exchange fp32.
+        for name in ("reduce_scatter", "reduce_scatter_in"):
+            setattr(self, name, partial(self._sum_over_replicas, getattr(shards, name)))
 
-    def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Work:
-        """See :meth:`LocalCollectives.reduce_scatter`; the sum is over all ranks."""
-        return _OverReplicas(self._shards.reduce_scatter(buffer, label), self._replicas)
-
-    def reduce_scatter_in(
-        self, dtype: torch.dtype, buffer: Tensor, room: Tensor, label: int = 0
-    ) -> Work:
-        """See :meth:`LocalCollectives.reduce_scatter_in`; replicas exchange fp32."""
-        return _OverReplicas(
-            self._shards.reduce_scatter_in(dtype, buffer, room, label), self._replicas
-        )
+    def _sum_over_replicas(self, reduce: Callable[..., Work], *args: Any) -> Work:
+        return _OverReplicas(reduce(*args), self._replicas)
 
 
 class _OverReplicas:

@@ -288,7 +288,8 @@ class ComparedCollectives(GroupCollectives):
 
     def _require_same_labels(self, label: int) -> None:
         with torch.inference_mode(False):
-            labels = list(torch.empty(self.world_size, 1, dtype=torch.int64, device="cpu"))
-            dist.all_gather(labels, torch.tensor([label], device="cpu"), group=self._control)
-        for rank, other in enumerate(labels):
-            self.require_same_label(label, rank, int(other))
+            mine = torch.tensor([label], device="cpu")
+            labels = mine.repeat(self.world_size)
+            dist.all_gather_into_tensor(labels, mine, group=self._control)
+        for rank, other in enumerate(labels.tolist()):
+            self.require_same_label(label, rank, other)

@@ -28,16 +28,9 @@ class HostClock:
         """Return the seconds from ``first`` to ``second``."""
         return second - first
 
-    def recycle(self, *marks: Any) -> None:
-        """Take back marks that the caller needs no more."""
-
 
 class EventClock(HostClock):
     """Sets marks in the current CUDA stream, to be read without a wait when the device is past."""
-
-    def __init__(self) -> None:
-        # Events are used again, because creating one costs more than recording it.
-        self._unused: list[torch.cuda.Event] = []
 
     def mark(self) -> Any:
         """See :meth:`HostClock.mark`; None while a CUDA graph is captured.
@@ -46,7 +39,7 @@ class EventClock(HostClock):
         """
         if torch.cuda.is_current_stream_capturing():
             return None
-        event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
@@ -57,10 +50,6 @@ class EventClock(HostClock):
     def between(self, first: Any, second: Any) -> float:
         """See :meth:`HostClock.between`."""
         return first.elapsed_time(second) / 1000
-
-    def recycle(self, *marks: Any) -> None:
-        """See :meth:`HostClock.recycle`."""
-        self._unused.extend(marks)
 
 
 def make_clock(device: torch.device) -> HostClock:
@@ -104,7 +93,6 @@ class CallTimer:
         while self._spans and self._clock.is_done(self._spans[0][1]):
             begin, end = self._spans.popleft()
             self._total_s += self._clock.between(begin, end)
-            self._clock.recycle(begin, end)
         return self._total_s
 
 
