@@ -8,20 +8,19 @@ are gone by then.
 So the micro-batch is run once more, before any weight has changed. Now each unit's output is looked
 at, and its gradients before they travel: the same weights, batch and random numbers give the same
 values. Other state that a step reads (tensors that modules keep, counters, files) may have changed
-meanwhile. So the message compares both losses, names tensors that hold nan, and says so if the
-value did not come again.
+meanwhile. So the message compares both losses, and says so if the value did not come again.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..engine import Chunk, Zero3Engine, instances
 from ..engine.hooks import transform
@@ -60,7 +59,6 @@ class _Report:
     loss: str
     weights: list[str]  # names of parameters whose weights are not finite
     gradients: list[str]  # names of parameters whose gradients are not finite
-    kept_nan: list[str]  # names of other tensors of modules that hold nan; inf is usual in masks
 
 
 class _Extremes:
@@ -250,9 +248,7 @@ class FiniteCheck:
             last = max(owners, key=lambda unit: self._turns.get((0, unit.name), -1), default=None)
             first = replace(first, stage=2, unit="" if last is None else last.name)
         loss = str(None if self._loss is None else self._loss.tolist())
-        return _Report(
-            first, _trouble(found), loss, weights, gradients, _kept_nan(self.engine.structure.model)
-        )
+        return _Report(first, _trouble(found), loss, weights, gradients)
 
     def _find_nonfinite(self, shard_of: Callable[[Chunk], Tensor | None]) -> list[str]:
         """Find the parameters whose part in the shard of their chunk is not finite."""
@@ -334,47 +330,14 @@ def _trouble(found: list[_Finding]) -> int:
 
 
 def _doubts(seen: list[_Report], again: list[_Report]) -> list[str]:
-    """Say why the second run (``again``) may differ from the first one (``seen``)."""
-    sentences = []
+    """Say in what the second run (``again``) differs from the first one (``seen``)."""
     other = [
         f"{b.loss} after {a.loss} on rank {b.first.rank}"
         for a, b in zip(seen, again, strict=True)
         if a.loss != b.loss
     ]
-    if other:
-        sentences.append(
-            f"That run was not the first one's like: its loss was {', '.join(other[:3])}."
-        )
-    kept_nan = list(dict.fromkeys(name for report in seen for name in report.kept_nan))
-    if kept_nan:
-        names = ", ".join(kept_nan[:3])
-        sentences.append(
-            f"It began with nan in what modules keep ({names}), which the first run may have left"
-            " there."
-        )
-    return sentences
-
-
-def _kept_nan(model: nn.Module) -> list[str]:
-    """Find the names of buffers and other attributes of modules that hold nan."""
-    found = []
-    for prefix, module in model.named_modules():
-        others = {
-            name: value
-            for name, value in vars(module).items()
-            if name not in ("_parameters", "_buffers", "_modules")
-        }
-        for name, value in {**module._buffers, **others}.items():
-            with suppress(RuntimeError):  # a value that contains itself, or tensors of another kind
-                if any(_has_nan(tensor) for tensor in instances(value, Tensor)):
-                    found.append(f"{prefix}.{name}".lstrip("."))
-    return found
-
-
-def _has_nan(tensor: Tensor) -> bool:
-    if isinstance(tensor, nn.Parameter) or tensor.is_meta or tensor.layout is not torch.strided:
-        return False
-    return tensor.is_floating_point() and bool(tensor.isnan().any())
+    text = f"That run was not the first one's like: its loss was {', '.join(other[:3])}."
+    return [text] if other else []
 
 
 @contextmanager

@@ -49,18 +49,16 @@ class Model(pl.LightningModule):
         self.register_buffer("written", torch.zeros(()))
         self.register_buffer("assigned", torch.zeros(()))
         self.teacher = nn.Parameter(torch.ones(5), requires_grad=False)
-        self.hidden, self.draws = torch.zeros(()), []
+        self.draws = []
 
     def hooks(self, again):
         """Forward hooks of layers in the bad micro-batch."""
-        first, second = self.net.blocks[1], self.net.blocks[2]
+        first = self.net.blocks[1]
         if self.kind in ("output", "raises"):
             yield first.down, lambda m, a, out: out * torch.nan
         elif self.kind in ("gradient", "other loss") or self.kind == "gradient once" and not again:
             # The root of zero: 0 in forward, infinite slope in backward.
             yield first.up, lambda m, a, out: out + (0 * out).sqrt()
-        elif self.kind == "kept":
-            yield second.down, lambda m, a, out: out * torch.nan
 
     def training_step(self, batch, batch_idx):
         self.draws.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
@@ -73,15 +71,6 @@ class Model(pl.LightningModule):
             raise ValueError("no more")
         spoil = batch_idx == self.bad and self.rank == self.world_size - 1
         handles = [layer.register_forward_hook(hook) for layer, hook in self.hooks(again) if spoil]
-        if self.kind == "kept":  # fed back to an earlier layer
-            handles.append(
-                self.net.blocks[1].down.register_forward_hook(lambda m, a, out: out + self.hidden)
-            )
-            handles.append(
-                self.net.norm.register_forward_hook(
-                    lambda m, a, out: setattr(self, "hidden", out.detach().mean())
-                )
-            )
         loss = self.net.loss(batch)
         for handle in handles:
             handle.remove()
@@ -172,7 +161,7 @@ CASES = {
     },
     **{
         name: (name, Model, {}, {}, BAD_STEP)
-        for name in ("once", "gradient once", "raises", "kept", "other loss")
+        for name in ("once", "gradient once", "raises", "other loss")
     },
     "sum": ("sum", Model, {}, {}, STEPS - 1),
     "gradient in bf16": ("gradient", Model, {"reduce_dtype": "bf16"}, {}, BAD_STEP),
@@ -341,12 +330,6 @@ def test_a_second_run_that_is_not_like_the_first_says_so(world_size):
         " no more."
     )
     assert text.endswith(f"{ended} This step has changed no weight.")
-    text, runs = said["kept"]  # arises in block 2, and comes back to block 1
-    assert "in the output of unit net.blocks.1 in forward" in text and runs == 2
-    assert (
-        "It began with nan in what modules keep (hidden), which the first run may have left there."
-        in text
-    )
     text, runs = said["other loss"]
     assert "in the gradients of unit net.blocks.1 in backward" in text and runs == 2
     assert "That run was not the first one's like: its loss was " in text
