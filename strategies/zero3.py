@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -57,6 +58,7 @@ from .numerics.precision import (
 )
 from .numerics.rerun import SecondRun
 from .optimizers.param_groups import ParamGroups
+from .plan import PLAN, count_state, show_plan, size_text
 from .state_dicts.optimizer_state import broadcast_created_state
 
 _START_METHODS: dict[str, StartMethod] = {
@@ -222,6 +224,14 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self._data.disable_sampler_injection(self._trainer)
         adapt(self._callbacks)
 
+    @override
+    def _configure_launcher(self) -> None:
+        if PLAN not in os.environ:
+            super()._configure_launcher()
+        elif self.parallel_devices is not None:  # one process, whatever the script asks for
+            self.parallel_devices, self.num_nodes = self.parallel_devices[:1], 1
+            self.set_world_ranks()
+
     @property
     def _callbacks(self) -> list[pl.Callback]:
         return self._trainer.callbacks  # type: ignore[attr-defined]  # not declared
@@ -288,6 +298,9 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
 
     def _shard_model(self) -> None:
         module = self._trainer.lightning_module
+        if PLAN in os.environ:
+            accumulates = self._trainer.accumulate_grad_batches > 1
+            show_plan(self._trainer, self._engine_options(), self._shard_size, accumulates)
         names = {id(p): name for name, p in module.named_parameters()}
         states = [
             {names[id(p)]: s for p, s in o.state.items() if id(p) in names} for o in self.optimizers
@@ -303,6 +316,13 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self.connect_watch()
         self._groups = ParamGroups(self.optimizers, self._build_engine, self.root_device)
         self.engine = self._build_engine()
+        if self.global_rank == 0:
+            size, is_on_gpu = self._communicator.world_size, self.root_device.type != "cpu"
+            its = self._groups.steppings, self._engine_options(), size, is_on_gpu
+            state = count_state(self.engine.units, module, *its)
+            nbytes = sum(state.values()) - state["host"] - state["optimizer's step"]
+            units = f"{len(self.engine.units)} unit{'s' * (len(self.engine.units) > 1)}"
+            self.tell_start(f"{units}, {size_text(nbytes)} of each rank")
         if self.engine.host is not None:
             self._tell_offload()
         if self.engine.activations is not None:
@@ -331,26 +351,31 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
                 rank_zero_info(f"Offload: {name} steps on the host as with `fused=True`.")
 
     def _build_engine(self) -> Zero3Engine:
-        module = self._trainer.lightning_module
         assert self._communicator is not None
-        kept = kept_names(module, self._keep_in_fp32, self.precision_plugin.precision)
-        dtypes = gather_dtypes(module, self.precision_plugin.precision, kept)
-        wire = self._gather_dtype or torch.float32
         return Zero3Engine(
-            module,
+            self._trainer.lightning_module,
             self.optimizers,
             device=self.root_device,
             collectives=self._communicator,
-            unit_policy=self.unit_policy,
-            debug=self._debug,
-            slot_dtype=lambda name, p: dtypes.get(name, p.dtype),
-            wire_dtype=lambda name, p: torch.float32 if name in kept else wire,
-            reduce_dtype=self._reduce_dtype,
-            reduce_once=self._reduce_once,
-            loaded=self.pending_keys(),
-            offload=self._offload,
-            activations=self._activations,
+            **self._engine_options(),
         )
+
+    def _engine_options(self) -> dict[str, Any]:
+        module = self._trainer.lightning_module
+        kept = kept_names(module, self._keep_in_fp32, self.precision_plugin.precision)
+        dtypes = gather_dtypes(module, self.precision_plugin.precision, kept)
+        wire = self._gather_dtype or torch.float32
+        return {
+            "unit_policy": self.unit_policy,
+            "debug": self._debug,
+            "slot_dtype": lambda name, p: dtypes.get(name, p.dtype),
+            "wire_dtype": lambda name, p: torch.float32 if name in kept else wire,
+            "reduce_dtype": self._reduce_dtype,
+            "reduce_once": self._reduce_once,
+            "loaded": self.pending_keys(),
+            "offload": self._offload,
+            "activations": self._activations,
+        }
 
     @override
     def model_to_device(self) -> None:

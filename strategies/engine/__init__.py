@@ -39,7 +39,7 @@ from .chunk import Chunk, Entry
 from .engine import Zero3Engine
 from .graph_replay import ReplayedStep, unit_around
 from .host_steps import FUSED, HostShards
-from .offload import Offload, OffloadKind, parse_offload
+from .offload import HostChunk, Offload, OffloadKind, parse_offload
 from .partition import UnitPolicy, find_units
 from .sharded import ResidencyError, ShardedParameter, is_sharded, owner_or_none
 from .stepping import SCALARS, Engine, OptimizerStep, StandIns, State
@@ -53,6 +53,7 @@ __all__ = [
     "Chunk",
     "Engine",
     "Entry",
+    "HostChunk",
     "HostShards",
     "Offload",
     "OffloadKind",

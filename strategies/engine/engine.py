@@ -34,7 +34,6 @@ from .gradients import Gradients
 from .hooks import install, take_gradients, tracing_state, transform, watch_outputs
 from .initial_values import Initializer
 from .isolation import apart
-from .layout import ArenaLayout
 from .module_tree import Structure
 from .offload import Host, HostChunk, Offload, start_worker
 from .partition import UnitPolicy, find_units
@@ -49,7 +48,7 @@ from .sharded import (
 from .stepping import OptimizerStep, State
 from .streams import Stream
 from .uneven import JointSteps
-from .unit import Arena, Phase, Unit
+from .unit import Arena, Phase, Unit, arena_layout
 
 
 class Zero3Engine:
@@ -151,8 +150,7 @@ class Zero3Engine:
     def _connect(
         self, reduce_once: bool, reduce_dtype: torch.dtype | None, gather: Stream, reduce: Stream
     ) -> None:
-        sizes = [0 if self.collectives.alone else u.nbytes for u in self.units]
-        layout = ArenaLayout.build(sizes, [u.nested for u in self.units])
+        layout = arena_layout(self.units, self.collectives.alone)
         # Allocated here and never again: the first forward may run under inference_mode, and CUDA
         # graphs need addresses.
         self.arena = Arena(self.collectives.allocate(layout.nbytes, self.device))

@@ -12,7 +12,7 @@ price of a full-size fp32 gradient on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -37,6 +37,15 @@ def _nbytes(unit: Unit) -> int:
     return sum(
         chunk.layout.numel * _dtype(chunk).itemsize for chunk in unit.chunks if chunk.trained
     )
+
+
+def reduce_layout(trained: Sequence[Unit], once: bool, on_device: bool) -> ArenaLayout:
+    """Where the gradients of the ``trained`` units lie in the reduce buffer.
+
+    On a device a unit's reduction overlaps the next unit's backward.
+    """
+    sizes, apart = [_nbytes(u) for u in trained], [once or u.nested for u in trained]
+    return ArenaLayout.build(sizes, apart, ends=2 if on_device else 1)
 
 
 class _Range:
@@ -101,11 +110,7 @@ class Reducer:
             isinstance(chunk, HostChunk) for unit in units for chunk in unit.chunks
         )
         trained = [u for u in units if u.trained]
-        # 2: a unit's reduction overlaps the next unit's backward
-        ends = 2 if stream.on_device else 1
-        layout = ArenaLayout.build(
-            [_nbytes(u) for u in trained], [once or u.nested for u in trained], ends=ends
-        )
+        layout = reduce_layout(trained, once, stream.on_device)
         self.buffer = collectives.allocate(layout.nbytes, device)
         self._ranges = {
             u.index: _Range(u, self.buffer, r) for u, r in zip(trained, layout.regions, strict=True)

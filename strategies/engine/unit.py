@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from ..collectives import LocalCollectives, Work, widen
 from ..support import profile_range
 from .chunk import Chunk, Entry
 from .isolation import apart
-from .layout import overlap
+from .layout import ArenaLayout, overlap
 from .offload import HostChunk
 from .partition import UnitModules
 from .sharded import ResidencyError, ShardedParameter, absent_like, set_data
@@ -493,6 +493,12 @@ class WholeUnit(Unit):
 
     def replayed(self, filled: bool) -> None:
         """See :meth:`Unit.replayed`."""
+
+
+def arena_layout(units: Sequence[Unit], alone: bool) -> ArenaLayout:
+    """Where the units' own buffers lie in the arena; on one rank there are none."""
+    sizes = [0 if alone else unit.nbytes for unit in units]
+    return ArenaLayout.build(sizes, [unit.nested for unit in units])
 
 
 def _written_while_sharded(entry: Entry) -> ResidencyError:

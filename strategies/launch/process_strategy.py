@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -69,9 +69,7 @@ def _main_address() -> str:
     return os.environ.get("MASTER_ADDR", LOOPBACK[0])
 
 
-@cache
-def _say_once(line: str) -> None:
-    rank_zero_info(line)
+_SAID: set[str] = set()
 
 
 class _ScriptLauncher(_SubprocessScriptLauncher):
@@ -315,13 +313,20 @@ class ProcessStrategy(ParallelStrategy):
             os.environ.update(
                 MASTER_ADDR=self.world.main_address, MASTER_PORT=str(self.world.main_port)
             )
+        assert self.lightning_module is not None
+        self._signals = AgreedSignals.take_over(self.lightning_module.trainer)
+
+    def tell_start(self, more: str) -> None:
+        """Print where the ranks run, with what is known of the model; once."""
+        assert self.world is not None
         ranks, nodes = self.world.world_size, self.world.num_nodes
-        _say_once(
+        line = (
             f"zero3: {ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)},"
             f" {self.world.backend}, started by {self.world.launcher}"
         )
-        assert self.lightning_module is not None
-        self._signals = AgreedSignals.take_over(self.lightning_module.trainer)
+        if line not in _SAID:
+            _SAID.add(line)
+            rank_zero_info(f"{line}; {more}")
 
     @override
     def teardown(self) -> None:

@@ -14,6 +14,7 @@ COMMANDS = {
     "env": "lightning_zero3.strategies.launch.env_command",
     "consolidate": "lightning_zero3.strategies.checkpoints.consolidate",
     "export": "lightning_zero3.callbacks.export.command",
+    "plan": "lightning_zero3.strategies.plan",
     "inspect": "lightning_zero3.strategies.checkpoints.inspect",
 }
 

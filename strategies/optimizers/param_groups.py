@@ -38,7 +38,7 @@ class ParamGroups:
         device: torch.device,
     ) -> None:
         self._optimizers, self._shard = optimizers, shard
-        self._steppings = [find_stepping(optimizer, device) for optimizer in optimizers]
+        self.steppings = {optimizer: find_stepping(optimizer, device) for optimizer in optimizers}
 
     def start(self, engine: Zero3Engine, states: Sequence[Mapping[str, State]] = ()) -> None:
         """Let the optimizers step on what they can step on.
@@ -58,11 +58,11 @@ class ParamGroups:
 
     def _stand_ins(self, engine: Zero3Engine, index: int) -> StandIns:
         optimizer = self._optimizers[index]
-        if self._steppings[index] is Stepping.ELEMENTS:
+        if self.steppings[optimizer] is Stepping.ELEMENTS:
             if engine.host is not None and type(optimizer) in FUSED:
                 return HostShards(engine, engine.steps[optimizer])
             return StandIns(engine)
-        if self._steppings[index] is Stepping.MODEL:
+        if self.steppings[optimizer] is Stepping.MODEL:
             if engine.host is not None:
                 raise ValueError(
                     "LBFGS steps on one long vector on the device: it works without `offload`."
@@ -120,7 +120,7 @@ class ParamGroups:
                 f" does: {', '.join(map(repr, renamed))}. Edit the groups before, or prune before"
                 " `trainer.fit`."
             )
-        if Stepping.MODEL in self._steppings:
+        if Stepping.MODEL in self.steppings.values():
             raise ValueError(
                 "Param groups cannot be edited beside LBFGS: its history is of the parameters that"
                 " it has had."

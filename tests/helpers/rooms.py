@@ -109,11 +109,18 @@ ROOMS = [
         tokens=3_304,
     ),
     Room(
+        "strategies/plan",
+        "what a run will need, before it starts",
+        "strategies/engine strategies/optimizers",
+        _LIGHTNING,
+        tokens=2_702,
+    ),
+    Room(
         "strategies/zero3",
         "the strategy: Trainer hooks, a few calls each",
         "strategies/collectives strategies/engine strategies/state_dicts strategies/optimizers"
         " strategies/launch strategies/data strategies/checkpoints strategies/numerics"
-        " strategies/liveness strategies/evaluation strategies/adapters",
+        " strategies/liveness strategies/evaluation strategies/adapters strategies/plan",
         _LIGHTNING,
         tokens=2_784,
     ),

@@ -1,0 +1,352 @@
+"""``python -m lightning_zero3 plan``: what a training will need on each rank, before it runs.
+
+State follows from the layout of the shards, for which nothing is allocated. Activations are those
+of one forward and backward on tensors without memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .engine import HostChunk, Unit, find_units, parse_offload
+from .engine.build import build_units, trained_parameters
+from .engine.offload import parse_size
+from .engine.reduction import reduce_layout
+from .engine.unit import arena_layout
+from .optimizers.classify import Stepping, find_stepping
+from .optimizers.trial import train_copy
+
+DESCRIPTION = "tell what memory each rank of a training needs, from its script, without the ranks"
+PLAN = "LIGHTNING_ZERO3_PLAN"  # set for a script that is to be planned: options as JSON
+_CLI = "import lightning_zero3; from lightning.pytorch.cli import LightningCLI; LightningCLI()"
+_LASTING = ("parameters", "optimizer state", "unsharded units", "reduce buffer", "buffers")
+_SHOWN = (*_LASTING, "gradients", "activations", "optimizer's step", "most in a step", "host")
+
+State = Counter[str]  # bytes by what they are for
+
+
+# ---------------------------------------------------------------------------------------- command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    about = "that trains with zero3, and its arguments; or a configuration of a CLI, *.yaml"
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help=about)
+    parser.add_argument("--devices", type=int, required=True, help="ranks on each node")
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--device-memory", type=size, help="of a device: 24GiB")
+    parser.add_argument("--host-memory", type=size, help="of a node, for offload: 64GiB")
+    parser.add_argument("--json", action="store_true", help="print bytes as JSON")
+
+
+def size(text: str) -> int:
+    """Return the bytes of a text like "24GiB"."""
+    return parse_size("memory", "", text)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the script up to its training, which prints the plan; return its exit code."""
+    is_config = "".join(arguments.script[:1]).endswith(".yaml")
+    script = ["-c", _CLI, "fit", "--config"] if is_config else []
+    environment = {**os.environ, PLAN: json.dumps(vars(arguments))}
+    return subprocess.run([sys.executable, *script, *arguments.script], env=environment).returncode
+
+
+def show_plan(
+    trainer: pl.Trainer, options: dict[str, Any], shard_size: int | None, gradients_stay: bool
+) -> None:
+    """Print what each rank of a run would need, and end the process.
+
+    Args:
+        trainer: is about to train, on one process.
+        options: of the engine.
+        shard_size: that many ranks share a copy of the model; None: all.
+        gradients_stay: whether gradients are there in the next forward.
+
+    Raises:
+        SystemExit: always; its code is 1 if something does not fit.
+    """
+    asked = json.loads(os.environ[PLAN])
+    ranks, device = asked["devices"] * asked["nodes"], trainer.strategy.root_device
+    module, plans, world_size = trainer.lightning_module, {}, min(shard_size or ranks, ranks)
+    steppings = {each: find_stepping(each, torch.device("cpu")) for each in trainer.optimizers}
+    for kind in (options["offload"], parse_offload("optimizer"), parse_offload("parameters")):
+        its = {**options, "offload": kind}, world_size
+        units = _lay_out(module, trainer.optimizers, *its)
+        state = count_state(units, module, steppings, *its, device.type != "cpu")
+        plans[kind] = units, state
+    units, mine = plans[options["offload"]]
+    dtypes = {id(e.parameter): c.dtype for u in units for c in u.chunks for e in c.entries}
+    # the gradient that comes last, before its unit's part of the shards
+    last = max(
+        e.size.numel() * (c.dtype.itemsize - c.master_dtype.itemsize // world_size)
+        for u in units
+        for c in u.chunks
+        for e in c.entries
+    )
+    activations, comment = 0, ""
+    try:
+        activations = _count_activations(trainer, dtypes)
+    except Exception as error:
+        comment = f", without activations ({type(error).__name__}: {str(error).splitlines()[0]})"
+    fits, moves = {}, options["activations"]
+    for kind, (_, state) in plans.items():
+        # what is under way to the host is not counted
+        kept = min(activations, activations if moves is None else moves)
+        state.update({} if comment else {"activations": kept})
+        moments = [kept, state["gradients"] + max(last, state["optimizer's step"])]
+        if gradients_stay or device.type != "cpu" or state["host"]:
+            moments[0] += state["gradients"]
+        state["host"] += activations - kept
+        state["most in a step"] = sum(state[name] for name in _LASTING) + max(moments)
+        on_host = state["host"] * asked["devices"]
+        most = asked["device_memory"] or state["most in a step"], asked["host_memory"] or on_host
+        fits[kind] = state["most in a step"] <= most[0] and on_host <= most[1]
+    if asked["json"]:
+        print(json.dumps({**mine, "units": [unit.name for unit in units]}))
+    else:
+        names = Counter(re.sub(r"\d+", "*", unit.name) for unit in units)
+        print(f"{type(module).__name__}: each of {ranks} ranks needs{comment}")
+        print("  units:", ", ".join(f"{name} x {n}" for name, n in names.items()))
+        for name in _SHOWN:
+            if name in mine and mine[name]:
+                print(f"  {name:<18}{size_text(mine[name]):>14}")
+            elif (
+                name not in mine and name in ("activations", "optimizer state") and not mine["host"]
+            ):
+                print(f"  {name:<18}{'not counted':>14}")
+        if fits[options["offload"]]:
+            print("It fits.")
+        else:
+            others = [f"offload={kind.kind!r}" for kind in plans if kind and fits[kind]]
+            print("It does not fit.", f"With {' or '.join(others)} it would." if others else "")
+            print(
+                "Activations leave with activations='host', and shrink with torch.utils.checkpoint"
+            )
+            print("and smaller batches (accumulate_grad_batches); state shrinks with more ranks.")
+    raise SystemExit(not fits[options["offload"]])
+
+
+def size_text(nbytes: int) -> str:
+    """Return bytes as text."""
+    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+
+
+# ------------------------------------------------------------------------------------------ state
+
+
+def _is_alone(options: dict[str, Any], world_size: int) -> bool:
+    """Say whether parameters view their shards."""
+    return world_size == 1 and options["offload"] is options["activations"] is None
+
+
+def _lay_out(
+    module: nn.Module, optimizers: Sequence[Optimizer], options: dict[str, Any], world_size: int
+) -> list[Unit]:
+    """Return the units that an engine with these ``options`` would have; nothing is allocated."""
+    is_alone = _is_alone(options, world_size)
+    ranks: Any = SimpleNamespace(alone=is_alone, world_size=world_size)
+    dtypes = options["slot_dtype"], options["wire_dtype"]
+    parts, trained = (
+        find_units(module, options["unit_policy"]),
+        trained_parameters(module, optimizers),
+    )
+    return build_units(parts, trained, *dtypes, ranks, False, options["offload"])
+
+
+def count_state(
+    units: Sequence[Unit],
+    module: nn.Module,
+    optimizers: Mapping[Optimizer, Stepping],
+    options: dict[str, Any],
+    world_size: int,
+    on_gpu: bool,
+) -> State:
+    """Count the bytes that a rank will have of ``units``.
+
+    Args:
+        units: of an engine, or laid out.
+        module: stays as it is.
+        optimizers: stay as they are; copies of them step on tensors without memory. One that asks
+            for values there (Adafactor) is left out.
+        options: of the engine.
+        world_size: number of ranks that share a copy of the model.
+        on_gpu: reductions overlap the backward there.
+
+    Returns:
+        bytes by what they are for; "host" is what offload keeps in host memory of all this.
+    """
+    offload, found = options["offload"], State(buffers=sum(b.nbytes for b in module.buffers()))
+    for chunk in (chunk for unit in units for chunk in unit.chunks):
+        nbytes = chunk.layout.shard_numel * chunk.master_dtype.itemsize
+        if isinstance(chunk, HostChunk):
+            found["host"] += sum(chunk.sizes(None))  # type: ignore[arg-type]  # it asks nothing
+            if offload.kind == "optimizer":
+                found["parameters"] += chunk.layout.shard_numel * chunk.wire_dtype.itemsize
+        else:
+            found["parameters"] += nbytes
+            found["gradients"] += nbytes * chunk.trained
+    is_alone = _is_alone(options, world_size)
+    trained = [unit for unit in units if unit.trained]
+    once = options["reduce_once"] and not is_alone
+    found["unsharded units"] = arena_layout(units, is_alone).nbytes
+    found["reduce buffer"] = reduce_layout(trained, once, on_gpu).nbytes
+    for optimizer, stepping in optimizers.items():
+        for group in optimizer.param_groups:
+            with suppress(Exception):
+                its = _count_group(optimizer, group, units, stepping, world_size, on_gpu)
+                found.update(its)
+    return found
+
+
+def _count_group(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    units: Sequence[Unit],
+    stepping: Stepping,
+    world_size: int,
+    on_gpu: bool,
+) -> State:
+    """Count what a copy of an optimizer keeps of tensors without memory, as large as a rank's."""
+    ids = {id(p) for p in group["params"] if p.requires_grad}
+    # Elementwise optimizers see no borders between parameters; others step on whole ones, of which
+    # each rank has its share.
+    is_cut = stepping is Stepping.ELEMENTS
+    kinds: dict[Any, list[torch.Size]] = {}
+    for chunk in (chunk for unit in units for chunk in unit.chunks):
+        for entry in (entry for entry in chunk.entries if id(entry.parameter) in ids):
+            kind = isinstance(chunk, HostChunk), entry.dtype, "" if is_cut else entry.name
+            kinds.setdefault(kind, []).append(entry.size)
+    shards = {
+        nn.Parameter(
+            torch.empty(
+                [sum(size.numel() for size in sizes) // world_size] if is_cut else sizes[0],
+                dtype=dtype,
+                device="meta",
+            )
+        ): is_hosted
+        for (is_hosted, dtype, _), sizes in kinds.items()
+    }
+    twin, own = copy.copy(optimizer), {k: v for k, v in group.items() if k != "params"}
+    is_fused, loops = own.get("fused"), not own.get("foreach")
+    if is_fused:  # its kernels have no form without memory, and take none
+        own["fused"], twin.defaults = None, {**optimizer.defaults, "fused": None}
+    elif on_gpu and own.get("foreach", False) is None:
+        own["foreach"], loops = True, False  # torch's choice for parameters there
+    grads = [torch.empty_like(p) for p in shards]
+    with _LiveBytes() as live:
+        kept = train_copy(twin, own, [*shards], [grads]).state if shards else {}
+    found = State()
+    for p, is_hosted in shards.items():
+        nbytes = sum(value.nbytes for value in kept[p].values() if isinstance(value, Tensor))
+        where = "host" if is_hosted else "optimizer state"
+        found[where] += nbytes if is_cut else nbytes // world_size
+    if not is_fused and not found["host"]:
+        numels = [size.numel() for sizes in kinds.values() for size in sizes]
+        part = max(numels, default=0) / max(sum(numels), 1) if is_cut and loops else 1
+        found["optimizer's step"] = int((live.peak - live.now) * part)
+    if not is_cut:  # for its step a rank has its share of weights and gradients, and a unit, whole
+        whole = max(c.layout.numel * c.master_dtype.itemsize for u in units for c in u.chunks)
+        found["optimizer's step"] += 2 * (sum(p.nbytes for p in shards) // world_size + whole)
+    return found
+
+
+# ------------------------------------------------------------------------------------ activations
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the storages of what operations return in the block, until they are freed."""
+
+    now = peak = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: set[int] = set()  # storages that have been counted, or are not to be
+
+    def _free(self, storage: int, nbytes: int) -> None:
+        self.known.discard(storage)
+        self.now -= nbytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for storage in (t.untyped_storage() for t in tree_leaves(out) if isinstance(t, Tensor)):
+            if storage._cdata not in self.known:
+                self.known.add(storage._cdata)
+                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+                self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        return out
+
+
+def _count_activations(trainer: pl.Trainer, dtypes: Mapping[int, torch.dtype]) -> int:
+    """Run one forward and backward of the module, whose parameters lose their values for good.
+
+    Args:
+        trainer: is about to train; its first batch is taken.
+        dtypes: dtype that a parameter is unsharded in, by its ``id``.
+
+    Returns:
+        the most bytes at once of activations and of one parameter's gradient.
+
+    Raises:
+        Exception: whatever the module raises, as where it asks a tensor for its values.
+    """
+    # Imported here, as the import takes its time.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    module, strategy = trainer.lightning_module, trainer.strategy
+    loader = trainer.fit_loop._data_source.dataloader()
+    loader = loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader)
+    batch = trainer.precision_plugin.convert_input(next(iter(loader))[0])
+    batch = strategy.batch_to_device(batch, dataloader_idx=0)
+    inputs = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
+    _update_properties(module, device=strategy.root_device)
+    vars(module).update(log=_ignore, log_dict=_ignore)  # Lightning's need a loop that runs
+    mode, live, made = FakeTensorMode(allow_non_fake_inputs=True), _LiveBytes(), dict[int, Any]()
+
+    def without_memory(old: Tensor) -> Tensor:
+        dtype = dtypes.get(id(old), old.dtype)
+        new = torch.empty(old.size(), dtype=dtype, device=strategy.root_device)
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, old.requires_grad)
+            if old.requires_grad:
+                new.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+        return made.setdefault(id(old), new)
+
+    inputs = tree_map_only(Tensor, mode.from_tensor, inputs)
+    with mode:
+        tables: Any = (its for m in module.modules() for its in (m._parameters, m._buffers))
+        for its in tables:
+            its.update({k: without_memory(old) for k, old in its.items() if old is not None})
+        live.known = {tensor.untyped_storage()._cdata for tensor in made.values()}
+        with live, trainer.precision_plugin.train_step_context():
+            output = module.training_step(*inputs.values())
+            loss: Any = output["loss"] if isinstance(output, Mapping) else output
+        with live:
+            loss.backward()
+    return live.peak
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    pass

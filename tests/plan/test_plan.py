@@ -1,0 +1,92 @@
+"""What `plan` says of a training, and what the training then has."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plan.grid import GRID, Case, compare, plan, table
+
+TABLE = Path(__file__).parents[2] / "docs" / "PLAN.md"
+OTHERS = [
+    Case("wide", optimizer="loop"),  # its step takes memory for a moment
+    Case("wide", optimizer="muon"),
+    Case("transformer", accumulate=2),  # gradients are there in the second forward
+]
+
+
+def check(devices, cases):
+    rows = compare(devices, cases)
+    for case, row in zip(cases, rows, strict=True):
+        assert row.state_measured > 1e6 and row.most_measured > row.state_measured / 2
+        assert abs(row.state / row.state_measured - 1) < 0.03, case
+        assert abs(row.most / row.most_measured - 1) < 0.1, case
+    return rows
+
+
+def test_two_ranks():
+    check(2, [GRID[0], GRID[10], GRID[26]])
+
+
+def test_other_options():
+    check(2, OTHERS)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_the_grid(devices):
+    """The table has the same plans; what was measured may differ by a processor's kernels."""
+    found = table(devices, check(devices, GRID))
+    kept = [line for line in TABLE.read_text().splitlines() if line.startswith(f"| {devices} |")]
+    plans = [[line.split("|")[at] for at in (1, 2, 3, 4, 5, 8)] for line in found]
+    assert plans == [[line.split("|")[at] for at in (1, 2, 3, 4, 5, 8)] for line in kept]
+
+
+SCRIPT = """
+import sys
+import torch
+from lightning.pytorch import Trainer
+import lightning_zero3
+sys.path.insert(0, {tests!r})
+from plan.grid import Model
+
+class Asks(Model):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.item() > 0 else None
+
+kind = Asks if "--asks" in sys.argv else Model
+Trainer(strategy="zero3", devices=2, accelerator="cpu", logger=False).fit(kind("wide", None, "fused"))
+print("trained")
+"""
+
+
+@pytest.fixture
+def tell(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT.format(tests=str(Path(__file__).parents[1])))
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "lightning_zero3", "plan", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100)
+        assert "trained" not in done.stdout
+        return done.returncode, done.stdout
+
+    return run
+
+
+def test_what_fits(tell):
+    code, text = tell("--devices", "8", "--device-memory", "1GiB", "train.py")
+    assert code == 0 and "It fits." in text and "net.*.* x 4" in text
+    # on the CPU the device is the host, which a limit for devices takes apart all the same
+    code, text = tell("--devices", "8", "--device-memory", "12MiB", "train.py")
+    assert code == 1 and "With offload='optimizer' or offload='parameters' it would." in text
+    code, text = tell(
+        "--devices", "8", "--device-memory", "12MiB", "--host-memory", "20MiB", "train.py"
+    )
+    assert code == 1 and "it would" not in text
+
+
+def test_a_step_that_asks_for_values(tell):
+    code, text = tell("--devices", "2", "--device-memory", "1GiB", "train.py", "--asks")
+    assert code == 0 and "without activations (DataDependentOutputException" in text
+    assert plan(GRID[-1], 2)["most in a step"] > 0
