@@ -267,8 +267,8 @@ class AllocatorConfig(Callback):
                 "" if torch.cuda.is_available() else " (not loaded: this run uses no CUDA)"
             )
         if proof is None:
-            text = f"{to_text(self.options)} is well-formed" if self.options else "no options"
-            return f"{text}; without effect, as this run uses no CUDA"
+            options = to_text(self.options) if self.options else "no options"
+            return f"{options} (no CUDA here: without effect)"
         return proof.describe()
 
     # ---- at the end --------------------------------------------------------------------------

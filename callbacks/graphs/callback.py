@@ -121,8 +121,8 @@ class CUDAGraphStep(Callback):
         device = trainer.strategy.root_device
         if device.type != "cuda" and not self.software:
             rank_zero_info(
-                f"CUDAGraphStep: no CUDA graphs on {device.type}; steps run eagerly"
-                " (`software=True` tries it out)"
+                f"CUDAGraphStep: no CUDA graphs on {device.type}: steps run eagerly"
+                " (or `software=True`)"
             )
             return
         engine = getattr(trainer.strategy, "engine", None)

@@ -116,8 +116,8 @@ def _largest_tensors(device_type: str, module: nn.Module) -> list[Allocation]:
         if not is_tensor or is_sharded(item) or is_in_buffer(item):
             continue  # unsharded parameters are parts of one tensor, which counts by itself
         item = local_part(item)
-        if item.layout != torch.strided:
-            continue
+        if item.layout != torch.strided or item.untyped_storage().device.type == "meta":
+            continue  # `torch.export` keeps tensors without memory, which warn when they are asked
         try:
             address = item.untyped_storage().data_ptr()
         except RuntimeError:  # a tensor without memory, such as `torch.compile` keeps

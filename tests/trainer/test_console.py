@@ -37,7 +37,16 @@ class Model(pl.LightningModule):
 
 if __name__ == "__main__":
     pl.seed_everything(1)
-    runner, module = pl.Trainer(strategy=sys.argv[1], devices=2, accelerator="cpu", max_epochs=2), Model()
+    module, callbacks = Model(), []
+    if sys.argv[2:]:
+        from lightning_zero3.callbacks import (
+            AllocatorConfig, CUDABackendConfig, CUDAGraphStep, CUDAMemoryTracker, ModelExport, StepTimer
+        )
+        module.example_input_array = torch.ones(2, 4)
+        module.forward = module.net.forward
+        callbacks = [AllocatorConfig(expandable_segments=True), CUDABackendConfig(tf32_matmul=True),
+                     CUDAMemoryTracker(report="memory.html"), StepTimer(), ModelExport(every="end"), CUDAGraphStep()]
+    runner = pl.Trainer(strategy=sys.argv[1], devices=2, accelerator="cpu", max_epochs=2, callbacks=callbacks)
     data = DataLoader(torch.ones(8, 4), batch_size=2)
     runner.fit(module, data, data)
     runner.validate(module, data)
@@ -54,28 +63,32 @@ def printed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("console")
     (folder / "script.py").write_text(SCRIPT)
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "100"}
-    processes = {
-        strategy: subprocess.Popen(
-            [sys.executable, "script.py", strategy],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=folder,
-            env=environ,
-        )
-        for strategy in ("zero3", "ddp")
-    }
     found = {}
-    for strategy, process in processes.items():
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, output
-        # of warnings the text, without the line of the program that follows
-        lines = [re.sub(r"^/\S+:\d+: ", "", line.rstrip()) for line in output.splitlines()]
-        found[strategy] = Counter(
-            re.sub(r"\d+\.\d+", "NUMBER", line)
-            for line in lines
-            if line and not line.startswith(("  ", LATE)) and "━" not in line and "─" not in line
-        )
+    for together in (("zero3", "ddp"), ("zero3 callbacks",)):
+        processes = {
+            strategy: subprocess.Popen(
+                [sys.executable, "script.py", *strategy.split()],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=folder,
+                env=environ,
+            )
+            for strategy in together
+        }
+        for strategy, process in processes.items():
+            output, _ = process.communicate(timeout=120)
+            assert process.returncode == 0, output
+            # of warnings the text, without the line of the program that follows
+            lines = [re.sub(r"^/\S+:\d+: ", "", line.rstrip()) for line in output.splitlines()]
+            found[strategy] = Counter(
+                re.sub(r"\d+\.\d+", "NUMBER", line)
+                for line in lines
+                if line
+                and not line.startswith(("  ", LATE))
+                and "━" not in line
+                and "─" not in line
+            )
     return found
 
 
@@ -93,3 +106,14 @@ def test_lines_of_ddp_that_are_missing(printed):
     expected = ["Initializing distributed", "-----", "distributed_backend", "All distributed proc"]
     expected += ["Using `DistributedSampler` with the dataloaders"]
     assert all(line.startswith(tuple(expected)) for line in missing), missing
+
+
+def test_callbacks_add_no_warning(printed):
+    """And their lines fit into 80 columns, but for those of Lightning, and of long paths."""
+    added = printed["zero3 callbacks"] - printed["zero3"]
+    assert not [line for line in added if "Warning" in line or "deprecated" in line], added
+    names = ("AllocatorConfig", "CUDABackendConfig", "CUDAMemoryTracker", "CUDAGraphStep", "peak")
+    for name in (*names, "ModelExport"):
+        assert any(line.startswith(name) for line in added), name
+    wide = [line for line in added if len(line) > 80 and not line.startswith(("💡", "Model"))]
+    assert wide == []
