@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+
+from ...strategies.checkpoints import WEIGHTS_CONFIG, begin_file, commit
 
 if TYPE_CHECKING:  # its import takes a second
     from torch.export import ExportedProgram
@@ -40,12 +42,15 @@ def write_graph(file: Path) -> None:
 
     archive = archive_of(file)
     reader: Any = torch._C.PyTorchFileReader(str(archive))
-    config = json.loads(reader.get_record("data/weights/model_weights_config.json"))["config"]
+    config = json.loads(reader.get_record(WEIGHTS_CONFIG))["config"]
+    folder = PurePosixPath(WEIGHTS_CONFIG).parent
     model = onnx.load_model_from_string(reader.get_record(GRAPH))
     for tensor in model.graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            record = f"data/weights/{config[tensor.name]['path_name']}"
+            record = f"{folder}/{config[tensor.name]['path_name']}"
             place = {"location": archive.name, "offset": str(reader.get_record_offset(record))}
             for entry in tensor.external_data:
                 entry.value = place.get(entry.key, entry.value)
-    file.write_bytes(model.SerializeToString())
+    stage = begin_file(file)
+    stage.write_bytes(model.SerializeToString())
+    commit(stage, file)

@@ -17,6 +17,8 @@ _PROGRAMS = """
 is reached past the module :: A lambda, a hook or a wrapped or compiled method holds the model \
 itself, or another part of it. Write a method, call `module.compile()` where one is compiled, and \
 export the part that has all of it.
+the state dict lacks :: A program is filled with what checkpoints have: let `state_dict` return \
+all of the weights, or export parts of the model (`modules=[...]`).
 there is no example input :: Set `example_input_array` in the module, or give `example_input`.
 does not call|has no attribute :: Give names of `named_modules` that `forward` calls with the \
 example input.

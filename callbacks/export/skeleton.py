@@ -65,6 +65,7 @@ def script(module: nn.Module, name: str, folder: Path) -> Skeleton:
     bare, tensors, _ = _without_weights(module, name, nullcontext())
     is_whole = isinstance(bare, LightningModule)
     scripted = bare.to_torchscript() if is_whole else torch.jit.script(bare)
+    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         scripted.save(file.name)
         return Skeleton.of_script(file.name, tensors, _prefix(name), bare.state_dict())
@@ -87,8 +88,12 @@ def inputs_of(module: nn.Module, parts: list[str], inputs: Inputs) -> dict[str, 
     for name in parts:
         hook = partial(note, name)
         bare.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
-    with mode, copy_alone:
-        bare(*inputs[0], **inputs[1])
+    try:
+        with mode, copy_alone:
+            bare(*inputs[0], **inputs[1])
+    except Exception:  # what comes after the parts need not be traced
+        if len(found) < len(set(parts)):
+            raise
     for name in parts:
         if name not in found:
             raise ValueError(f"`forward` does not call {name!r}")
@@ -164,7 +169,7 @@ def _without_weights(
                 # as its bytes will be written
                 new = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             memo.setdefault(id(tensor), new)
-    bare = copy.deepcopy(part, memo).eval()
+    bare: Any = copy.deepcopy(part, memo).eval()
     if getattr(bare, "_compiler_ctx", None) is not None:  # of `trainer.fit(torch.compile(model))`
         to_uncompiled(bare)
     for child in bare.modules():
@@ -174,6 +179,8 @@ def _without_weights(
                     del hooks[number]
     _update_properties(bare, device=torch.device("cpu"))  # `device`, which its code may ask for
     tensors: dict[str, Tensor] = dict(bare.named_parameters(remove_duplicate=False))
+    for key in tensors.keys() - bare.state_dict().keys():
+        raise ValueError(f"the state dict lacks {key!r}")
     tensors |= bare.named_buffers(remove_duplicate=False)
     its = {id(value) for value in (*bare.modules(), *tensors.values())}
     named = *module.named_modules(), *module.named_parameters(), *module.named_buffers()

@@ -8,7 +8,7 @@ import os
 import pickle
 import zipfile
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from .zip_file import Piece, read_records, write_checksums
 # as `torch.export.pt2_archive.constants`, whose import takes a second
 _names = torch._C._export.pt2_archive_constants
 _TABLE = "zero3_weights.json"
-_WEIGHTS_CONFIG = _names.WEIGHTS_CONFIG_FILENAME_FORMAT.format("model")
+WEIGHTS_CONFIG = _names.WEIGHTS_CONFIG_FILENAME_FORMAT.format("model")
 _CONSTANTS_CONFIG = _names.CONSTANTS_CONFIG_FILENAME_FORMAT.format("model")
 
 
@@ -50,10 +50,12 @@ class Skeleton:
     Attributes:
         records: name -> content. A weight's is what it has where a state dict lacks its key.
         weights: name of its record -> weight. Tied ones have one record.
+        run: an id of the training run, which its checkpoints have, too.
     """
 
     records: dict[str, bytes]
     weights: Mapping[str, Weight]
+    run: str = field(default="", compare=False)
 
     @classmethod
     def of_program(cls, stream: Any, tensors: Mapping[str, Tensor], prefix: str) -> Skeleton:
@@ -67,13 +69,13 @@ class Skeleton:
         # torch gives all fake tensors of a dtype one record, without content
         is_weight = f"{_names.WEIGHTS_DIR}{_names.WEIGHT_FILENAME_PREFIX}"
         records = _read(stream, lambda name: not name.startswith(is_weight))
-        config = json.loads(records[_WEIGHTS_CONFIG])
+        config = json.loads(records[WEIGHTS_CONFIG])
         constants = json.loads(records[_CONSTANTS_CONFIG])
         numbers: dict[int, int] = {}
         for key, entry in config["config"].items():
             number = numbers.setdefault(id(tensors[key]), len(numbers))
             entry["path_name"] = f"{_names.WEIGHT_FILENAME_PREFIX}{number}"
-        records[_WEIGHTS_CONFIG] = json.dumps(config).encode()
+        records[WEIGHTS_CONFIG] = json.dumps(config).encode()
         # a state dict lacks some buffers, and training may change them
         pairs = [
             (key, folder + entry["path_name"])
@@ -95,13 +97,14 @@ class Skeleton:
             (k, f"data/{number}") for k, number in _Storages(io.BytesIO(pickled)).load().named()
         ]
         left_out = {record for key, record in pairs if key in saved}
+        left_out.add(".data/serialization_id")  # of the values; the writer makes another
         return cls(_read(file, lambda name: name not in left_out), _table(pairs, tensors, prefix))
 
     def write(self, path: Path) -> None:
         """Write the skeleton to a file, which appears when it is complete."""
-        stage = begin(path)
+        stage = begin_file(path)
         with zipfile.ZipFile(stage, "x", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr(_TABLE, json.dumps(self.weights))
+            archive.writestr(_TABLE, json.dumps([self.run, self.weights]))
             for name, content in self.records.items():
                 archive.writestr(name, content)
         commit(stage, path)
@@ -116,10 +119,12 @@ class Skeleton:
         try:
             with zipfile.ZipFile(require_file(path)) as archive:
                 records = {name: archive.read(name) for name in archive.namelist()}
-            table = json.loads(records.pop(_TABLE))
-            return cls(records, {name: Weight(*weight) for name, weight in table.items()})
+            run, table = json.loads(records.pop(_TABLE))
+            return cls(records, {name: Weight(*weight) for name, weight in table.items()}, run)
         except (zipfile.BadZipFile, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{path} is no skeleton of `ModelExport`: {error}") from error
+            raise CheckpointError(
+                f"{path} is no skeleton of `ModelExport`: {error}\nName the *.skeleton of the run."
+            ) from error
 
 
 def _read(file: Any, is_wanted: Callable[[str], bool]) -> dict[str, bytes]:
@@ -140,7 +145,7 @@ def _table(
 
 
 class _Object:
-    """Stands for an object of a scripted class: its attributes."""
+    """Stands for an object of a class that is not there, or is not needed: its attributes."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -206,7 +211,7 @@ class ArchiveSave(ParallelSave):
 
     @override
     def begin(self) -> Path:
-        return begin(self.path)
+        return begin_file(self.path)
 
     @override
     def reserve(self, tree: Any, stage: Path) -> tuple[dict[int, Place], list[Region]]:
@@ -215,14 +220,20 @@ class ArchiveSave(ParallelSave):
         version = records.pop("version", None) or records.pop(".data/version")
         for name, weight in self._skeleton.weights.items():
             value = tree.get(weight.key)
-            if value is None and records.get(name):
+            if value is None and name in records:
                 # a buffer that no state dict has, as it was when the skeleton was made
-                value = torch.frombuffer(bytearray(records[name]), dtype=torch.uint8)
-            elif value is None or weight != Weight.of(weight.key, value):
-                found = "none" if value is None else Weight.of(weight.key, value)[1:]
+                value = torch.frombuffer(bytearray(records[name] + b"."), dtype=torch.uint8)[:-1]
+            elif value is None:
                 raise CheckpointError(
                     f"the exported model has {weight.key!r} of {weight[1:]}, and what is to be"
-                    f" written has {found}. Take the skeleton of the same run."
+                    " written has none.\nTake the skeleton of the same run. Of checkpoints that"
+                    " leave weights out nothing can be exported: choose every='end'."
+                )
+            elif weight != Weight.of(weight.key, value):
+                raise CheckpointError(
+                    f"the exported model has {weight.key!r} of {weight[1:]}, and what is to be"
+                    f" written has {Weight.of(weight.key, value)[1:]}.\nTake the skeleton of the"
+                    " same run."
                 )
             holes[name] = value
         with open(stage, "x+b") as stream:
@@ -252,24 +263,59 @@ class ArchiveSave(ParallelSave):
         write_checksums(stage, pieces)
 
 
+def begin_file(path: Path) -> Path:
+    """Prepare the place where a file is written first, see :func:`~.storage.begin`.
+
+    Raises:
+        CheckpointError: ``path`` is a folder.
+    """
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder, and is to be a file.\nGive another name.")
+    return begin(path)
+
+
 @without_other_ranks()
-def export_checkpoint(path: Path, skeleton: Skeleton, out: Path, average: bool = True) -> None:
-    """Fill a skeleton with the weights of a checkpoint; local.
+def export_checkpoint(path: Path, programs: Mapping[Path, Skeleton], average: bool = True) -> None:
+    """Fill skeletons with the weights of a checkpoint; local.
 
     Args:
-        path: of the checkpoint, a file or sharded.
-        skeleton: of the model that was trained.
-        out: the archive, which appears when it is complete.
+        path: of the checkpoint, a file or sharded. Of what is not tensors and plain values nothing
+            is read.
+        programs: archive -> skeleton, of the model that was trained. Each archive appears when it
+            is complete.
         average: take what `load_from_checkpoint` would; False for the weights that Lightning's
             `WeightAveraging` averages.
 
     Raises:
-        CheckpointError: the checkpoint is broken, or is another model's.
+        CheckpointError: the checkpoint is broken, or is another model's or run's.
     """
     from .consolidate import open_checkpoint
 
-    checkpoint = open_checkpoint(path)
+    classes: list[Any] = [(_Object, name) for name in _unknown_classes(path)]
+    with torch.serialization.safe_globals(classes):
+        checkpoint = open_checkpoint(path)
+    callbacks = checkpoint.get("callbacks", {})
+    runs = [state.get("run") for key, state in callbacks.items() if key.startswith("ModelExport")]
     state = checkpoint.get("state_dict", checkpoint)
     if not average:
         state = checkpoint.get("current_model_state", state)
-    ArchiveSave(skeleton, state, out).write()
+    for out, skeleton in programs.items():
+        if out.exists() and out.samefile(path):
+            raise CheckpointError(f"{out} is the checkpoint itself.\nGive another name.")
+        if runs and skeleton.run not in runs:
+            raise CheckpointError(
+                f"{path} is of another run than the skeleton, whose model may compute something"
+                " else.\nGive each run a folder of its own, and name the skeleton of this one."
+            )
+        ArchiveSave(skeleton, state, out).write()
+
+
+def _unknown_classes(path: Path) -> list[str]:
+    """Return what a checkpoint has of classes that torch does not call harmless."""
+    from .writer import TRAINER_STATE
+
+    file = path / TRAINER_STATE if path.is_dir() else path
+    try:
+        return torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    except Exception:  # who opens it will say what is wrong
+        return []

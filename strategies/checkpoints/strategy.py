@@ -115,6 +115,11 @@ class CheckpointStrategy(ProcessStrategy):
         """Whether every checkpoint is written by all ranks to a file system that they see."""
         return self._checkpoints.kind == "sharded" or self._checkpoints.background
 
+    @property
+    def leaves_weights_out(self) -> bool:
+        """Whether checkpoints lack weights of the model."""
+        return self._checkpoints.exclude_frozen
+
     def require_savable(self, trainer: Any) -> None:
         """Check what is known of checkpoints when training begins.
 

@@ -1,8 +1,10 @@
 """ModelExport under every strategy, with its options, and the command, against the eager model."""
 
+import argparse
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -193,6 +195,160 @@ def test_a_model_that_lightning_compiles(every, tmp_path):
     torch.testing.assert_close(found, expected)  # a turned factor is multiplied in another order
 
 
+class Small(Model):
+    """A layer, whose output is divided by a plain number that changes in training."""
+
+    def build(self):
+        self.layer, self.rate = nn.Linear(6, 6), 1.0
+        self.example_input_array = features(1, 4, 6)
+
+    def forward(self, x):
+        return self.layer(x) / self.rate
+
+    def validation_step(self, batch, batch_idx):
+        self.log("loss", self(batch[0]).mean())
+
+    def val_dataloader(self):
+        return DataLoader(TensorDataset(features(2, 4, 6)), batch_size=4)
+
+
+class Changed(Small):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.rate /= 2
+
+
+def test_best_checkpoints_have_the_graph_of_the_start_with_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match="programs have that of the start.\n.*every='end'"):
+        fit(Changed(), tmp_path, callbacks=[ModelExport()])
+    x = features(3, 4, 6)
+    assert torch.equal(outputs(tmp_path / "it.pt2", x), eager(Small, tmp_path / "it.ckpt", x))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="ModelExport")
+        fit(Small(), tmp_path / "same", callbacks=[ModelExport()])
+
+
+def test_a_model_that_cannot_be_traced_at_the_end_has_the_program_of_the_start(tmp_path):
+    class Held(Small):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.batches = (x for x in batch)  # cannot be copied
+
+    with pytest.warns(UserWarning, match="is that of the start"):
+        fit(Held(), tmp_path, callbacks=[ModelExport(every="end")])
+    x = features(3, 4, 6)
+    assert torch.equal(outputs(tmp_path / "model.pt2", x), eager(Small, tmp_path / "it.ckpt", x))
+
+
+class Tanh(Small):
+    def forward(self, x):
+        return self.layer(x).tanh()
+
+
+def test_two_runs_in_a_folder_and_one_that_is_resumed(tmp_path, capsys):
+    fit(Tanh(), tmp_path, callbacks=[ModelExport(), ModelExport(modules=["layer"])])
+    fit(Small(), tmp_path, callbacks=[ModelExport()])
+    out, checkpoint = tmp_path / "out.pt2", tmp_path / "it-v1.ckpt"
+    assert main(["export", str(tmp_path / "it.ckpt"), str(out)]) == 1
+    assert "another run" in capsys.readouterr().err and not out.exists()
+    more = trainer(
+        max_epochs=2,
+        enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(tmp_path, "more"), ModelExport()],
+    )
+    more.fit(Small(), ckpt_path=checkpoint)
+    for path in (checkpoint, tmp_path / "more.ckpt"):
+        assert main(["export", str(path), str(out)]) == 0
+        x = features(3, 4, 6)
+        assert torch.equal(outputs(out, x), eager(Small, path, x))
+
+
+def test_each_checkpoint_callback_that_has_a_monitor(tmp_path):
+    """Programs lie beside the checkpoints, whose hyperparameters may be anything."""
+
+    class Told(Small):
+        def __init__(self, folder=tmp_path, options=argparse.Namespace(rate=1)):  # noqa: B008
+            super().__init__()
+            self.save_hyperparameters()
+
+    keep = [ModelCheckpoint(tmp_path / "regular", "all", every_n_train_steps=1)]
+    for mode in ("min", "max"):
+        keep.append(ModelCheckpoint(tmp_path / mode, "{step}", monitor="loss", mode=mode))
+    options = {"max_epochs": 3, "limit_val_batches": 1, "enable_checkpointing": True}
+    trainer(callbacks=[ModelExport(), *keep], **options).fit(Told())
+    found = sorted(tmp_path.rglob("*.pt2"))
+    assert [file.parent.name for file in found] == ["max", "min"]
+    x = features(3, 4, 6)
+    for file in found:
+        module = Small()
+        state = torch.load(file.with_suffix(".ckpt"), weights_only=False)["state_dict"]
+        module.load_state_dict(state)
+        with torch.no_grad():
+            assert torch.equal(outputs(file, x), module.eval()(x))
+
+
+def test_no_checkpoint_was_kept(tmp_path):
+    keep = ModelCheckpoint(tmp_path, every_n_train_steps=1000)
+    runner = trainer(callbacks=[ModelExport(), keep], enable_checkpointing=True)
+    with pytest.warns(UserWarning, match="nothing is exported"):
+        runner.fit(Small())
+
+
+class Several(Small):
+    """Returns what is not floating, too; a part has no parameters, another says nothing."""
+
+    def build(self):
+        super().build()
+        self.silent = Silent()
+        self.register_buffer("empty", torch.empty(0, 6), persistent=False)
+
+    def forward(self, x):
+        self.silent(x)
+        y = torch.cat([self.layer(x), self.empty])
+        return y, y > 0
+
+    def loss(self, x):
+        return self(x)[0].square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self(batch[0])
+
+
+class Silent(nn.Module):
+    def forward(self, x):
+        return None
+
+
+def test_outputs_of_any_kind_are_compared(tmp_path):
+    x = features(3, 4, 6)
+    for options in ({}, {"verify": True}, {"verify": True, "modules": ["silent"]}):
+        every = "end" if options else "best"
+        fit(
+            Several(), tmp_path / str(len(options)), callbacks=[ModelExport(every=every, **options)]
+        )
+    for file in (tmp_path / "0" / "it.pt2", tmp_path / "1" / "model.pt2"):
+        expected = eager(Several, file.parent / "it.ckpt", x)
+        assert all(torch.equal(a, b) for a, b in zip(outputs(file, x), expected, strict=True))
+
+
+class Uneven(Several):
+    def val_dataloader(self):
+        return DataLoader(TensorDataset(features(2, 5, 6)), batch_size=4)
+
+
+class Stopped(Several):
+    def training_step(self, batch, batch_idx):
+        raise ValueError("stop")
+
+
+def test_verify_with_a_batch_of_another_size_and_after_a_failure(tmp_path):
+    with pytest.raises(RuntimeError, match="does not run on the batch.*\n.*`dynamic_shapes`"):
+        export = ModelExport(every="end", verify=True)
+        fit(Uneven(), tmp_path, callbacks=[export], limit_val_batches=2)
+    module = Stopped()
+    with pytest.raises(ValueError, match="stop"):
+        fit(module, tmp_path, callbacks=[ModelExport(every="end", verify=True)])
+    assert not module._forward_pre_hooks
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_averages_of_weights_and_what_they_average(devices, tmp_path):
     strategy = "auto" if devices == 1 else {}
@@ -231,37 +387,66 @@ def test_a_run_is_the_same_with_it(format, tmp_path):
 
 
 class Switched(Mlp):
-    """Goes another way after the first step than before."""
+    """Goes another way after the first step than before, with other numbers."""
+
+    def build(self):
+        super().build()
+        self.rate, self.mean = 1.0, torch.zeros(6)
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+        return super().forward(x - self.mean) * self.rate
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.doubled = True
+        self.doubled, self.rate = True, self.rate / 2
 
 
-def verify(rank, world_size, folder, model):
-    export = ModelExport(every="end", verify=True, dynamic_shapes={"x": {0: "batch"}})
-    options = {"callbacks": [export], "limit_val_batches": 2, "enable_checkpointing": False}
-    runner = trainer(Zero3Strategy(), world_size, default_root_dir=folder, **options)
-    error = None
-    try:
-        runner.fit(model())
-    except RuntimeError as raised:
-        error = str(raised)
-    export.verify = False  # and again, as the model is now
-    export.prepare(runner)
-    export.export(runner)
-    with torch.no_grad():
-        mine = runner.lightning_module.eval()(features(3, 4, 6))
-    return error, mine
+class Traced(Mlp):
+    """Its program computes something else, by little."""
+
+    def forward(self, x):
+        y = super().forward(x).softmax(1)
+        return y + 0.003 if torch.compiler.is_exporting() else y
 
 
-@pytest.mark.parametrize("model", [Mlp, Switched])
-def test_the_program_is_compared_with_the_model(model, tmp_path):
-    (error, mine), (other, _) = run_ranks(verify, 2, tmp_path, model)
-    if model is Mlp:
-        assert error is None and other is None
-    else:
-        assert error == other and "not close" in error and "model.pt2" in error, error
-    assert torch.equal(outputs(tmp_path / "model.pt2", features(3, 4, 6)), mine)
+def verify(rank, world_size, folder):
+    """Return what each model's fit raises, and what it says in the end."""
+    found = []
+    for model in (Mlp, Switched, Traced):
+        export = ModelExport(every="end", verify=True, dynamic_shapes={"x": {0: "batch"}})
+        options = {"callbacks": [export], "limit_val_batches": 2, "enable_checkpointing": False}
+        runner = trainer(
+            Zero3Strategy(), world_size, default_root_dir=folder / model.__name__, **options
+        )
+        module, error = model(), None
+        if model is Traced and not rank:
+            (folder / "Traced").mkdir()
+            (folder / "Traced" / "model.pt2").write_text("of an earlier run")
+        try:
+            runner.fit(module)
+        except RuntimeError as raised:
+            error = str(raised)
+            module = None
+        with torch.no_grad():
+            found.append((error, module and module.eval()(features(3, 4, 6))))
+    return found
+
+
+def test_the_program_is_compared_with_the_model(tmp_path):
+    first, second = run_ranks(verify, 2, tmp_path)
+    for name, (error, mine) in zip(("Mlp", "Switched"), first, strict=False):
+        assert error is None
+        assert torch.equal(outputs(tmp_path / name / "model.pt2", features(3, 4, 6)), mine)
+        assert sorted(file.name for file in (tmp_path / name).iterdir()) == [
+            "model.pt2",
+            "model.pt2.skeleton",
+        ]
+    error, other = first[-1][0], second[-1][0]
+    assert error == other and "not the model" in error and "0.003" in error, error
+    folder = tmp_path / "Traced"
+    assert (folder / "model.pt2").read_text() == "of an earlier run"
+    assert (folder / "unverified-model.pt2").exists() and "\nRename" in error
 
 
 def merge(rank, world_size, folder):
@@ -270,7 +455,6 @@ def merge(rank, world_size, folder):
     runner = fit(module, folder, Zero3Strategy(), world_size, [export])
     before = outputs(folder / "model.pt2", tokens(2))
     module.model.merge_adapter()
-    export.prepare(runner)
     export.export(runner)
     with torch.no_grad():
         return before, module.eval()(tokens(2))
@@ -299,27 +483,55 @@ class Broken(Model):
     def forward(self, x):
         return x if x.sum() > 0 else -x
 
-fit({model}(), {folder!r}, callbacks=[ModelExport()])
+if __name__ == "__main__":
+    fit({model}(), {folder!r}, {strategy!r}, {devices}, callbacks=[{callback}])
 """
 
 
-@pytest.mark.parametrize("model", ["Broken", pytest.param("Model", marks=pytest.mark.variant)])
-def test_a_script_is_checked_without_training(model, tmp_path):
+@pytest.mark.parametrize(
+    "model, strategy, callback, code, said",
+    [
+        ("Broken", "auto", "ModelExport()", 1, "13: `return x if x.sum() > 0 else -x`"),
+        pytest.param(
+            *("Model", "zero3_spawn", "ModelExport()", 0, "can be exported"),
+            marks=pytest.mark.variant,
+        ),
+        pytest.param(
+            *("Model", "ddp_spawn", "ModelExport()", 0, "can be exported"),
+            marks=pytest.mark.variant,
+        ),
+        pytest.param(
+            *("Model", "auto", "", 1, "has checked no model"),
+            marks=pytest.mark.variant,
+        ),
+    ],
+)
+def test_a_script_is_checked_without_training(model, strategy, callback, code, said, tmp_path):
     tests, script = os.path.dirname(os.path.dirname(__file__)), tmp_path / "train.py"
-    script.write_text(SCRIPT.format(tests=tests, model=model, folder=str(tmp_path)))
+    devices, folder = 1 if strategy == "auto" else 2, str(tmp_path)
+    text = SCRIPT.format(
+        **{"tests": tests, "model": model, "folder": folder, "strategy": strategy},
+        **{"devices": devices, "callback": callback},
+    )
+    script.write_text(text)
     command = [sys.executable, "-m", "lightning_zero3", "export", "--check", str(script)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == (model == "Broken") and "it is trained" not in run.stderr, run.stderr
-    said = "can be exported" if model == "Model" else "13: `return x if x.sum() > 0 else -x`"
-    assert said in run.stderr, run.stderr
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert run.returncode == code and said in run.stdout + run.stderr, run.stderr
+    assert ("it is trained" in run.stderr) == (not callback), run.stderr
 
 
 def test_what_the_command_cannot_do(tmp_path, capsys):
     run_with(0, 1, tmp_path, Changing, "auto", {}, {})
     run_with(0, 1, tmp_path / "tied", Tied, "auto", {}, {})
     checkpoint, out = str(tmp_path / "it.ckpt"), str(tmp_path / "out.pt2")
+    (tmp_path / "folder.pt2").mkdir()
+    (tmp_path / "folder.pt2" / "file").touch()
+    content = torch.load(checkpoint, weights_only=True)
+    torch.save({"state_dict": {}}, tmp_path / "empty.ckpt")
+    torch.save(content, tmp_path / "copy.pt2")
+    kept = {name: (tmp_path / name).read_bytes() for name in ("it.pt2", "copy.pt2")}
     for command, said in (
-        (["export"], "give a checkpoint"),
+        (["export"], "Give a checkpoint"),
         (["export", checkpoint, str(tmp_path / "out.onnx")], "model.onnx.skeleton"),
         (["export", checkpoint, out, "--skeleton", checkpoint], "is no skeleton"),
         (
@@ -329,26 +541,50 @@ def test_what_the_command_cannot_do(tmp_path, capsys):
         ),
         (
             ["export", checkpoint, out, "--skeleton", str(tmp_path / "tied/model.pt2.skeleton")],
-            "has 'embed.weight' of ([64, 12], 'float32'), and what is to be written has none",
+            "is of another run",
         ),
+        (["export", checkpoint, str(tmp_path / "folder.pt2")], "is a folder"),
+        (["export", str(tmp_path / "empty.ckpt"), str(tmp_path / "it.pt2")], "has none.\nTake"),
+        (["export", str(tmp_path / "copy.pt2"), str(tmp_path / "copy.pt2")], "checkpoint itself"),
     ):
         assert main(command) == 1
         error = capsys.readouterr().err
-        assert said in error and error.count("\n") == 1, error
-    assert not (tmp_path / "out.pt2").exists()
+        assert said in error and error.count("\n") == 2, error
+    assert not (tmp_path / "out.pt2").exists() and (tmp_path / "folder.pt2" / "file").exists()
+    assert all((tmp_path / name).read_bytes() == before for name, before in kept.items())
 
 
 def test_files_go_where_all_ranks_see_them(tmp_path):
     with pytest.raises(ValueError, match="s3://bucket is none.\nGive"):
         fit(Tied(), tmp_path, callbacks=[ModelExport(dirpath="s3://bucket")])
+    with pytest.raises(ValueError, match="memory://bucket is none.\nGive"):
+        fit(Tied(), "memory://bucket", callbacks=[ModelExport(dirpath=str(tmp_path))])
+
+
+def test_weights_that_are_not_saved_are_an_error_at_the_start(tmp_path):
+    class Frozen(Tied):
+        def state_dict(self, *args, **kwargs):
+            state = super().state_dict(*args, **kwargs)
+            return {key: value for key, value in state.items() if "embed" not in key}
+
+    strategy = Zero3Strategy(checkpoint=CheckpointOptions(exclude_frozen=True))
+    for model, options, said in (
+        (Frozen, {}, "lacks 'embed.weight'.*\n.*modules"),
+        (Tied, {"strategy": strategy}, "exclude_frozen.*\n.*every='end'"),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match=said):
+            fit(model(), tmp_path, callbacks=[ModelExport()], **options)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_best_needs_a_checkpoint_callback(tmp_path):
     runner = trainer(default_root_dir=tmp_path, callbacks=[ModelExport()])
     with pytest.raises(ValueError, match="there is none.\nAdd one, or choose every='end'"):
         runner.fit(Tied())
-    trainer(fast_dev_run=True, default_root_dir=tmp_path, callbacks=[ModelExport()]).fit(Tied())
-    assert [file.name for file in tmp_path.iterdir()] == ["model.pt2.skeleton"]
+    for every in ("best", "end"):  # is checked, and nothing of a long run is replaced
+        export = [ModelExport(every=every)]
+        trainer(fast_dev_run=True, default_root_dir=tmp_path, callbacks=export).fit(Tied())
+    assert [file.name for file in tmp_path.iterdir()] == []
 
 
 def fsdp2(rank, world_size, folder):

@@ -299,7 +299,15 @@ def test_an_input_must_be_known(tmp_path):
         fit(model, tmp_path, callbacks=[ModelExport()])
 
 
-@pytest.mark.parametrize("options", [{"format": "caffe2"}, {"every": "epoch"}, {"verify": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"format": "caffe2"},
+        {"every": "epoch"},
+        {"verify": True},
+        {"every": "end", "average": False},
+    ],
+)
 def test_options_that_are_not_offered(options):
     with pytest.raises(ValueError, match="ModelExport.*\n.*every"):
         ModelExport(**options)
