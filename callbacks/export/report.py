@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import re
 import sysconfig
 import traceback
@@ -20,10 +21,14 @@ export the part that has all of it.
 the state dict lacks :: A program is filled with what checkpoints have: let `state_dict` return \
 all of the weights, or export parts of the model (`modules=[...]`).
 there is no example input :: Set `example_input_array` in the module, or give `example_input`.
-does not call|has no attribute :: Give names of `named_modules` that `forward` calls with the \
+does not call|has no attribute ` :: Give names of `named_modules` that `forward` calls with the \
 example input.
-data-dependent expression :: A branch, a loop or a size depends on values in a tensor. Write \
-`torch.where(condition, a, b)`, `torch.cond(...)` or a mask, and move assertions to the steps.
+ModuleNotFoundError.*onnx :: ONNX needs more packages: `pip install lightning-zero3[onnx]`.
+object has no attribute|is not defined :: `forward` itself fails: call the model with its example \
+input.
+data-dependent expression|_local_scalar_dense|DataDependent :: A branch, a loop or a size depends \
+on values in a tensor. Write `torch.where(condition, a, b)`, `torch.cond(...)` or a mask, and move \
+assertions to the steps.
 SymFloat|SymInt|SymBool :: A number that is read out of a tensor (`.item()`, `float(...)`) is not \
 known while the model is traced. Keep it a tensor; print and format it in the steps.
 numpy\\(\\) is not supported|__array__ :: NumPy is not traced. Write it with torch.
@@ -33,7 +38,8 @@ not a known type|Unsupported (?:input|output) type|unhashable :: `forward` takes
 tensors, numbers, strings, None, and lists, tuples and dicts of them. Return one of these, or \
 register the class (`torch.export.register_dataclass`).
 [Cc]onstraints violated|specialized :: A dimension that `dynamic_shapes` calls dynamic has one \
-size in the code. Write sizes as `x.shape[0]` or -1, or call the dimension static.
+size in the code, or in an example of one sample. Write sizes as `x.shape[0]` or -1, give two \
+samples, or call the dimension static.
 dynamic_shapes :: `dynamic_shapes` must have the structure of the inputs: \
 `{"x": {0: "batch"}}`, by the names of the arguments of `forward`.
 missing a required argument|too many positional|unexpected keyword|multiple values :: Give \
@@ -89,7 +95,7 @@ __init__ function|Class :: A class of your own must be annotated and simple \
 (`@torch.jit.script`), or a `NamedTuple`.
 """
 _OWN = [str(Path(__file__).parents[2] / name) for name in ("callbacks", "strategies")]
-_FOREIGN = (*torch.__path__, *lightning.__path__, *_OWN, "<")
+_FOREIGN = (*(f"{path}{os.sep}" for path in (*torch.__path__, *lightning.__path__, *_OWN)), "<")
 _STANDARD = sysconfig.get_path("stdlib")
 
 

@@ -312,6 +312,22 @@ class Several(Small):
         self(batch[0])
 
 
+class Branched(Small):
+    """Goes a way that cannot be traced after its part, which can."""
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y if y.sum() > 0 else -y
+
+
+def test_a_part_before_what_cannot_be_exported(tmp_path):
+    module = Branched()
+    fit(module, tmp_path, callbacks=[ModelExport(every="end", modules=["layer"])])
+    x = features(3, 4, 6)
+    with torch.no_grad():
+        assert torch.equal(outputs(tmp_path / "layer.pt2", x), module.layer(x))
+
+
 class Silent(nn.Module):
     def forward(self, x):
         return None

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import sys
 from dataclasses import dataclass
 from typing import Optional
 
@@ -16,12 +17,12 @@ from lightning_zero3.callbacks import ModelExport
 
 
 class Base(Model):
-    dynamic_shapes = None
-    format = "pt2"
+    dynamic_shapes = parts = None
+    format, samples = "pt2", 4
 
     def build(self):
         self.inner = self.Inner()
-        self.example_input_array = features(1, 4, 6)
+        self.example_input_array = features(1, self.samples, 6)
 
     def forward(self, x):
         return self.inner(x)
@@ -117,6 +118,28 @@ def fixed_batch(self, x):
     return self.layer(x).reshape(2, 2, 6)
 
 
+@case("self.layr(x)", "`forward` itself fails")
+def misspelt(self, x):
+    return self.layr(x)
+
+
+@case("if self.layer(x).sum() > 0:", "torch.where", parts=["inner.blocks.0"])
+def branch_before_a_part(self, x):
+    if self.layer(x).sum() > 0:
+        return self.blocks[0](x)
+    return x
+
+
+@case(
+    *("def forward", "two samples"),
+    where="the module itself",
+    dynamic_shapes={"x": {0: "batch"}},
+    samples=1,
+)
+def one_sample(self, x):
+    return self.layer(x)
+
+
 @case("*xs", "name each argument", script=True)
 def arguments(self, *xs):
     return self.layer(xs[0])
@@ -173,7 +196,8 @@ def errors(tmp_path_factory):
     folder = tmp_path_factory.mktemp("refused")
     found = {}
     for name, (model, *_) in CASES.items():
-        export = ModelExport(model.format, dynamic_shapes=model.dynamic_shapes, every="end")
+        options = {"modules": model.parts, "dynamic_shapes": model.dynamic_shapes}
+        export = ModelExport(model.format, every="end", **options)
         with pytest.raises(RuntimeError) as raised:
             fit(model(), folder, callbacks=[export])
         found[name] = str(raised.value)
@@ -288,6 +312,22 @@ def test_without_check_it_is_a_warning_and_nothing_is_exported(tmp_path):
     with pytest.warns(UserWarning, match="torch.where"):
         fit(model, tmp_path, callbacks=[ModelExport(check=False)])
     assert [file.name for file in tmp_path.iterdir()] == ["it.ckpt"]
+
+
+def test_a_library_beside_torch_is_named(tmp_path):
+    """Its path begins as torch's does."""
+    source = "def forward(self, x):\n    return x if x.sum() > 0 else -x\n"
+    found = {}
+    exec(compile(source, f"{torch.__path__[0]}vision/net.py", "exec"), found)
+    model = type("Found", (Base,), {"Inner": type("Inner", (Inner,), found)})
+    with pytest.raises(RuntimeError, match=r"in inner \(Inner\), .*torchvision/net.py:2"):
+        fit(model(), tmp_path, callbacks=[ModelExport(every="end")])
+
+
+def test_onnx_needs_packages(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnx_ir", None)
+    with pytest.raises(RuntimeError, match=r"\n.*pip install lightning-zero3\[onnx\]"):
+        fit(CASES["one_sample"][0](), tmp_path, callbacks=[ModelExport("onnx")])
 
 
 def test_an_input_must_be_known(tmp_path):
