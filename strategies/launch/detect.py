@@ -1,6 +1,6 @@
 """Detection of this process's record from environment variables and visible devices alone.
 
-``detect`` reads no file, opens no socket and asks no library, so that every cluster can be tested
+``locate`` reads no file, opens no socket and asks no library, so that every cluster can be tested
 by its variables alone. Variables that contradict each other are an error, which names them, their
 values and the remedy.
 """
@@ -41,18 +41,37 @@ _DEFAULT_PORT = 29500  # torch's
 
 
 def detect(environ: Mapping[str, str], devices: Devices, request: Request | None = None) -> World:
+    """Return this process's record, as :func:`locate` does, if Trainer and devices allow it.
+
+    Raises:
+        LaunchError: variables are missing, or contradict each other, the request or the devices.
+    """
+    world = locate(environ, devices, request)
+    if request is not None:
+        require_requested(world, request)
+    require_devices(world, devices)
+    return world
+
+
+def locate(
+    environ: Mapping[str, str],
+    devices: Devices,
+    request: Request | None = None,
+    launcher: Launcher | None = None,
+) -> World:
     """Return this process's record.
 
     Args:
         environ: variables, the only source beside the arguments.
         devices: the devices that this process sees.
         request: the Trainer's options; None accepts the processes that were started.
+        launcher: what has started this process, where its variables need not say so.
 
     Raises:
-        LaunchError: variables are missing, or contradict each other, the request or the devices.
+        LaunchError: variables are missing, or contradict each other.
     """
-    launcher = _choose_launcher(environ, request)
-    read = _Reader(environ, launcher)
+    read = _Reader(environ, launcher or _choose_launcher(environ, request))
+    launcher = read.launcher
     if launcher in STARTED_BY_LIGHTNING:
         places = _places_by_request(read, request)
     else:
@@ -64,7 +83,7 @@ def detect(environ: Mapping[str, str], devices: Devices, request: Request | None
     read.note(
         "backend", "process_group_backend" if backend else f"torch's default for {devices.type}"
     )
-    world = World(
+    return World(
         launcher.name,
         **places,
         main_address=address,
@@ -73,10 +92,6 @@ def detect(environ: Mapping[str, str], devices: Devices, request: Request | None
         backend=backend or devices.backend,
         why=tuple(read.why.items()),
     )
-    if request is not None:
-        require_requested(world, request)
-    require_devices(world, devices)
-    return world
 
 
 def _choose_launcher(environ: Mapping[str, str], request: Request | None) -> Launcher:
@@ -96,8 +111,8 @@ class _Reader:
 
     def __init__(self, environ: Mapping[str, str], launcher: Launcher) -> None:
         self.environ, self.launcher = environ, launcher
-        marks = ", ".join(f"{mark}={environ[mark]}" for mark in launcher.marks)
-        self.why = {"launcher": marks or "default: no launcher found"}
+        marks = [f"{mark}={environ[mark]}" for mark in launcher.marks if mark in environ]
+        self.why = {"launcher": ", ".join(marks) or launcher.why}
 
     def note(self, item: str, reason: str) -> None:
         self.why[item] = reason
@@ -148,7 +163,7 @@ def _places_by_request(read: _Reader, wish: Request | None) -> dict[str, int]:
     local_rank = read.place("local_rank") or 0 if world_size > 1 else 0
     node_rank = read.place("node_rank") or 0 if request.nodes > 1 else 0
     variable = read.integer("WORLD_SIZE")
-    if variable is not None and variable != world_size:
+    if variable not in (None, 1, world_size):
         raise LaunchError(
             f"WORLD_SIZE={variable}, but the Trainer has devices={request.processes} and"
             f" num_nodes={request.nodes}, which makes {world_size} processes. Unset WORLD_SIZE or"
@@ -207,16 +222,10 @@ def _places_by_launcher(read: _Reader, request: Request | None) -> dict[str, int
     is_one_host = world_size == 1 or read.environ.get("MASTER_ADDR") in LOOPBACK
     local_world_size = _local_world_size(read, world_size, node_rank, is_one_host, request)
     local_rank = read.place("local_rank")
-    if local_rank is None and read.launcher is KUBEFLOW:
-        local_rank = 0
-        read.note("local_rank", "one process in each pod")
-    elif local_rank is None and is_one_host and read.launcher is VARIABLES:
-        # Ranks that meet at the loopback address are all on one host.
-        local_rank = rank
-        read.note(
-            "local_rank",
-            f"the rank: MASTER_ADDR={read.environ.get('MASTER_ADDR')} is this host alone",
-        )
+    if local_rank is None and local_world_size in (1, world_size):
+        local_rank = rank % local_world_size
+        one_or_all = "one process is" if local_world_size == 1 else "all processes are"
+        read.note("local_rank", f"{one_or_all} on this node ({read.why['local_world_size']})")
     elif local_rank is None:
         read.raise_missing(
             "local_rank", "Set it to this process's number on its node.", ("LOCAL_RANK",)

@@ -22,6 +22,7 @@ class Launcher:
     local_rank: tuple[str, ...] = ()
     local_world_size: tuple[str, ...] = ()
     node_rank: tuple[str, ...] = ()
+    why: str = "default: no launcher found"  # what says that this is the launcher, without marks
 
 
 # What may be shown of the environment: these, and options of libraries by their prefixes. Prefixes
@@ -35,7 +36,8 @@ SHOWN_VARIABLES = frozenset(
         " OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK"
         " OMPI_COMM_WORLD_LOCAL_SIZE OMPI_COMM_WORLD_NODE_RANK MV2_COMM_WORLD_RANK"
         " MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE PMI_RANK PMI_SIZE"
-        " MPI_LOCALRANKID MPI_LOCALNRANKS SLURM_CPUS_ON_NODE SLURM_CPUS_PER_TASK SLURM_GPUS_ON_NODE"
+        " PMI_LOCAL_RANK PMI_LOCAL_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS"
+        " SLURM_CPUS_ON_NODE SLURM_CPUS_PER_TASK SLURM_GPUS_ON_NODE"
         " SLURM_GPUS_PER_NODE SLURM_JOB_ID SLURM_JOB_NODELIST SLURM_JOB_NUM_NODES"
         " SLURM_LAUNCH_NODE_IPADDR SLURM_LOCALID SLURM_NNODES SLURM_NODEID SLURM_NODELIST"
         " SLURM_NPROCS SLURM_NTASKS SLURM_NTASKS_PER_NODE SLURM_PROCID SLURM_STEP_ID SLURM_STEPID"
@@ -96,6 +98,15 @@ INTEL_MPI = Launcher(
     ("MPI_LOCALRANKID",),
     ("MPI_LOCALNRANKS",),
 )
+# Other programs that speak MPI's PMI: Cray's, and MPICH's gforker, which numbers no local ranks.
+PMI = Launcher(
+    "pmi",
+    ("PMI_RANK", "PMI_SIZE"),
+    ("PMI_RANK",),
+    ("PMI_SIZE",),
+    ("PMI_LOCAL_RANK", "LOCAL_RANK"),
+    ("PMI_LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
+)
 LSF = Launcher(
     "lsf",
     ("LSB_JOBID", "JSM_NAMESPACE_RANK"),
@@ -146,7 +157,11 @@ def find_launcher(environ: Mapping[str, str]) -> Launcher:
             return launcher
     if "SLURM_NTASKS" in environ and not is_interactive_job(environ):
         return SLURM
-    if "RANK" in environ:
+    if "PMI_RANK" in environ and environ.get("PMI_SIZE", "1") != "1":
+        return PMI
+    # the only process of a pod or an image starts those of its devices as if it were no launcher's
+    is_alone = environ.get("WORLD_SIZE") == "1" and "LOCAL_RANK" not in environ
+    if "RANK" in environ and not is_alone:
         is_pod = "KUBERNETES_SERVICE_HOST" in environ or "PET_NODE_RANK" in environ
         return KUBEFLOW if is_pod and "LOCAL_RANK" not in environ else VARIABLES
     if "LOCAL_RANK" in environ:

@@ -27,9 +27,16 @@ _EXPLAIN_AFTER_S = 20.0
 _COMMON_ITEMS = ("torch", "lightning", "lightning_zero3", "backend", "world_size")
 
 
-def describe_process(world: World, backend: str) -> dict[str, object]:
-    """Return this process's card: the items that the roll call compares between ranks."""
+def describe_process(world: World, backend: str, problem: str = "") -> dict[str, object]:
+    """Return this process's card: the items that the roll call compares between ranks.
+
+    Args:
+        world: this process's record.
+        backend: backend of the process group.
+        problem: why this process will not take part, which ends the roll call.
+    """
     return {
+        "problem": problem,
         "rank": world.rank,
         "world_size": world.world_size,
         "host": socket.gethostname(),
@@ -87,18 +94,26 @@ def roll_call(store: dist.Store, world: World, card: dict[str, object], deadline
 
 
 def _post_card(store: dist.Store, world: World, card: dict[str, object]) -> None:
-    """Post this process's card; raise :class:`LaunchError` if another process has this rank."""
-    text = json.dumps(card, sort_keys=True)
-    posted = store.compare_set(f"rank {world.rank}", "", text).decode()
-    if posted == text:
-        return
-    problem = (
-        f"Two processes are rank {world.rank}: {_name(json.loads(posted))} and {_name(card)}. RANK"
-        f" is set twice alike, or two runs share {world.meeting_point}. Give every process a rank"
-        " of its own and every run a port of its own."
-    )
-    store.set("doubled", problem)
-    raise LaunchError(problem)
+    """Post this process's card.
+
+    Raises:
+        LaunchError: another process has this rank, or this one will not take part.
+    """
+    if card["problem"]:
+        problem = f"Rank {world.rank} ({_name(card)}) does not come: {card['problem']}"
+    else:
+        text = json.dumps(card, sort_keys=True)
+        posted = store.compare_set(f"rank {world.rank}", "", text).decode()
+        if posted == text:
+            return
+        problem = (
+            f"Two processes are rank {world.rank}: {_name(json.loads(posted))} and {_name(card)}."
+            f" RANK is set twice alike, or two runs share {world.meeting_point}. Give every process"
+            " a rank of its own and every run a port of its own."
+        )
+    store.set("problem", problem)
+    if world.rank or not card["problem"]:  # rank 0 tells the others first
+        raise LaunchError(problem)
 
 
 def _check_ranks(store: dist.Store, world: World, deadline: float) -> str:
@@ -106,12 +121,12 @@ def _check_ranks(store: dist.Store, world: World, deadline: float) -> str:
     ranks = range(world.world_size)
     with explained(f"Not all of {world.world_size} ranks have come to {world.meeting_point}"):
         is_complete = _wait(
-            lambda: store.check([f"rank {r}" for r in ranks]) or store.check(["doubled"]),
+            lambda: store.check([f"rank {r}" for r in ranks]) or store.check(["problem"]),
             deadline,
             world,
         )
-    if store.check(["doubled"]):
-        return store.get("doubled").decode()
+    if store.check(["problem"]):
+        return store.get("problem").decode()
     present = [r for r in ranks if store.check([f"rank {r}"])]
     cards = {r: json.loads(store.get(f"rank {r}")) for r in present}
     if not is_complete:

@@ -37,11 +37,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..collectives import CollectiveTimer, LocalCollectives, Meeting
-from .cluster_environment import choose_environment, identify
+from .cluster_environment import DetectedEnvironment, choose_environment, identify
 from .detect import list_variables
 from .host import visible_devices
 from .orphans import PARENT_VARIABLE, end_with_parent
-from .rendezvous import end_process_group, listen, serve_at, start_process_group
+from .rendezvous import end_process_group, listen, refuse, serve_at, start_process_group
 from .signals import AgreedSignals
 from .world import LOOPBACK, LaunchError, Request, World
 
@@ -84,6 +84,7 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
         if _needs_port(self.cluster_environment, self.num_nodes):
             os.environ["MASTER_PORT"] = str(serve_at(listen(_main_address())))
         os.environ[PARENT_VARIABLE] = str(os.getpid())
+        os.environ.pop("RANK", None)  # the only one of its pod; Lightning numbers by LOCAL_RANK
         try:
             return super().launch(function, *args, **kwargs)
         except BaseException:
@@ -250,6 +251,8 @@ class ProcessStrategy(ParallelStrategy):
     def set_world_ranks(self) -> None:
         """Set this process's ranks in the cluster environment and in the rank-zero utilities."""
         try:
+            if isinstance(self.cluster_environment, DetectedEnvironment):
+                self.cluster_environment.request = self._request()
             if self.cluster_environment is not None:
                 self.cluster_environment.set_global_rank(
                     self.node_rank * self.num_processes + self.local_rank
@@ -267,14 +270,20 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        is_launched = self.cluster_environment.creates_processes_externally
+        if self._start_method != "popen" and is_launched:
+            raise LaunchError(
+                f"Zero3Strategy(start_method={self._start_method!r}) starts processes, but"
+                f" {type(self.cluster_environment).__name__} says that a launcher has started"
+                f" this one, so each of its processes would train by itself."
+                f' {list_variables(os.environ)}\nUse strategy="zero3", or start the script'
+                " without a launcher."
+            )
         if self._start_method != "popen":
             # hazard: a fork would inherit the process group of an earlier fit without its threads
             end_process_group()
             self._launcher = _ForkLauncher(self, start_method=self._start_method)
-        elif (
-            not self.cluster_environment.creates_processes_externally
-            and self.num_processes * self.num_nodes > 1
-        ):
+        elif not is_launched and self.num_processes * self.num_nodes > 1:
             if _IS_INTERACTIVE:
                 raise LaunchError(
                     f'Trainer(strategy="zero3", devices={self.num_processes}) runs the script again'
@@ -285,20 +294,25 @@ class ProcessStrategy(ParallelStrategy):
                 self.cluster_environment, self.num_processes, self.num_nodes
             )
 
-    @override
-    def setup_environment(self) -> None:
-        assert self.cluster_environment is not None and self.parallel_devices is not None
-        self.set_world_ranks()
-        request = Request(
+    def _request(self) -> Request:
+        return Request(
             self.num_processes,
             self.num_nodes,
             self._start_method,
             bool(_IS_INTERACTIVE),
             self._process_group_backend,
         )
-        self.world = identify(
-            self.cluster_environment, visible_devices(self.parallel_devices[0].type), request
-        )
+
+    @override
+    def setup_environment(self) -> None:
+        assert self.cluster_environment is not None and self.parallel_devices is not None
+        self.set_world_ranks()
+        devices = visible_devices(self.parallel_devices[0].type)
+        try:
+            self.world = identify(self.cluster_environment, devices, self._request())
+        except LaunchError as error:
+            refuse(error, self._start_timeout)
+            raise
         if self.world.launcher == "torchrun":
             self.num_nodes = self.world.num_nodes
         super().setup_environment()
@@ -308,10 +322,6 @@ class ProcessStrategy(ParallelStrategy):
         with end_with_parent(self.world):
             start_process_group(
                 self.world, self.world.backend, self._timeout, self._start_timeout, device
-            )
-        if self.world.world_size > 1:  # for tools of the user's; torchrun has set them already
-            os.environ.update(
-                MASTER_ADDR=self.world.main_address, MASTER_PORT=str(self.world.main_port)
             )
         assert self.lightning_module is not None
         self._signals = AgreedSignals.take_over(self.lightning_module.trainer)

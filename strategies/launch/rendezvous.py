@@ -28,6 +28,7 @@ from .world import LOOPBACK, LaunchError, World
 _log = logging.getLogger(__name__)
 
 _RESOLVE_S = 10.0  # names of new pods and hosts can take seconds to appear
+_REFUSE_S = 30.0  # to find rank 0, which may start later
 _FAREWELL_S = 5.0  # that rank 0 waits for the others to leave before it ends
 
 
@@ -57,6 +58,26 @@ def current_world() -> World:
         LaunchError: the process was started in a way that cannot work.
     """
     return _world or detect(os.environ, visible_devices())
+
+
+def is_group_of_others() -> bool:
+    """Return whether the user, or a tool of the user's, has made the process group."""
+    return dist.is_initialized() and _group is None
+
+
+def refuse(error: LaunchError, start_timeout: timedelta) -> None:
+    """Tell the other ranks, which may wait already, why this one does not come; for half a minute.
+
+    Nothing is told where the error does not know this process's rank.
+    """
+    if error.world is None or error.world.world_size == 1 or dist.is_initialized():
+        return
+    timeout = min(start_timeout, timedelta(seconds=_REFUSE_S))
+    with suppress(RuntimeError):  # rank 0 is not there, or has heard of another problem
+        store = dist.PrefixStore(f"zero3 {next(_starts)}", open_store(error.world, timeout))
+        card = describe_process(error.world, "", str(error))
+        deadline = time.monotonic() + timeout.total_seconds()
+        roll_call(dist.PrefixStore("roll call", store), error.world, card, deadline)
 
 
 def start_process_group(
@@ -105,6 +126,8 @@ def start_process_group(
         device_id=device,
     )
     _group = _Group(world, backend, timeout, device, store)
+    if world.world_size > 1:  # for tools of the user's; torchrun has set them already
+        os.environ.update(MASTER_ADDR=world.main_address, MASTER_PORT=str(world.main_port))
     # Unlike `atexit`, `Finalize` also runs at the end of forked processes.
     multiprocessing.util.Finalize(None, end_process_group, exitpriority=100)
 

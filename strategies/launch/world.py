@@ -10,11 +10,16 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class LaunchError(RuntimeError):
-    """The processes of this run were started in a way that cannot work."""
+    """The processes of this run were started in a way that cannot work.
 
-    def __init__(self, message: str) -> None:
+    Attributes:
+        world: this process's record, if the error says that it must not be.
+    """
+
+    def __init__(self, message: str, world: World | None = None) -> None:
         # it may quote variables and other processes
         super().__init__(printable(message, kept="\n"))
+        self.world = world
 
 
 @dataclass(frozen=True)
@@ -42,10 +47,10 @@ class World:
     """One process among those of a run.
 
     Attributes:
-        launcher: "single", "torchrun", "slurm", "openmpi", "mvapich", "intelmpi", "lsf",
-            "kubeflow", "variables" (RANK and so on without a launcher's name), "subprocess"
-            (Lightning ran the script again), "spawn", "notebook", or the class name of the user's
-            own ClusterEnvironment.
+        launcher: "single", "torchrun", "slurm", "openmpi", "mvapich", "intelmpi", "pmi" (another
+            MPI's), "lsf", "kubeflow", "variables" (RANK and so on without a launcher's name),
+            "subprocess" (Lightning ran the script again), "spawn", "notebook", "process group" (it
+            was there before the Trainer), or the class name of the user's own ClusterEnvironment.
         rank: number of this process among all.
         local_rank: number of this process among those of its node.
         node_rank: number of its node.
@@ -83,7 +88,7 @@ class World:
             raise LaunchError(
                 f"This node has {self.local_world_size} processes"
                 f" ({self.because('local_world_size')}), but there are {self.world_size} in all"
-                f" ({self.because('world_size')}). Unset the variable that is left over."
+                f" ({self.because('world_size')}). Correct the one that is wrong, or unset it."
             )
         if not 0 <= self.main_port < 2**16:
             raise LaunchError(
@@ -109,20 +114,26 @@ class World:
         return -(-self.world_size // self.local_world_size)
 
 
-def require_requested(world: World, request: Request) -> None:
+def require_requested(world: World, request: Request, owns_layout: bool = False) -> None:
     """Raise :class:`LaunchError` unless the Trainer asks for the processes that were started.
 
-    torchrun alone decides the number of nodes, which changes when a node joins or leaves.
+    torchrun alone decides the number of nodes, which changes when a node joins or leaves. A cluster
+    environment of the user's, or a process group that is there, owns all of the layout: one device
+    and one node, the defaults, do not contradict it, and nodes may have unequal numbers.
     """
-    asked = request.processes * request.nodes
-    is_elastic = world.launcher == "torchrun" and request.processes == world.local_world_size
-    if asked != world.world_size and not is_elastic:
+    processes, nodes, local = request.processes, request.nodes, world.local_world_size
+    if owns_layout:
+        is_right = processes in (1, local) and (nodes == 1 or local + nodes - 1 <= world.world_size)
+    else:
+        is_right = world.launcher == "torchrun" and processes == local
+    if processes * nodes != world.world_size and not is_right:
         raise LaunchError(
             f"{world.launcher} started {world.world_size} processes"
-            f" ({world.because('world_size')}), but Trainer(devices={request.processes},"
-            f" num_nodes={request.nodes}) asks for {asked}. Use"
-            f" Trainer(devices={world.local_world_size}, num_nodes={world.num_nodes}), or start"
-            f" {asked} processes."
+            f" ({world.because('world_size')}), but Trainer(devices={processes},"
+            f" num_nodes={nodes}) asks for {processes * nodes}. Use"
+            f" Trainer(devices={local}, num_nodes={world.num_nodes}), or start"
+            f" {processes * nodes} processes.",
+            world,
         )
 
 
@@ -133,5 +144,6 @@ def require_devices(world: World, devices: Devices) -> None:
             f"{world.local_world_size} processes on this node"
             f" ({world.because('local_world_size')}), but this one sees {devices.count}"
             f" {devices.type} device(s). Start fewer, or let every process see all devices of its"
-            " node (CUDA_VISIBLE_DEVICES alike for all; SLURM: --gpu-bind=none)."
+            " node (CUDA_VISIBLE_DEVICES alike for all; SLURM: --gpu-bind=none).",
+            world,
         )

@@ -76,10 +76,24 @@ CASES = {
         "variables",
     ),
     "pod": (
-        {"PET_NODE_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", **MEET},
+        {"PET_NODE_RANK": "0", "RANK": "1", "WORLD_SIZE": "2", **MEET},
         KubeflowEnvironment,
-        ALONE,
+        (1, 0, 2),
         "kubeflow",
+    ),
+    "the only pod": (
+        {"PET_NODE_RANK": "0", "RANK": "0", "WORLD_SIZE": "1", **MEET},
+        LightningEnvironment,
+        ALONE,
+        "single",
+    ),
+    # MPICH's gforker, of which each process would train by itself
+    "pmi": ({"PMI_RANK": "1", "PMI_SIZE": "2"}, DetectedEnvironment, SECOND_OF_TWO, "pmi"),
+    "srun with pmi": (
+        {**SRUN, "PMI_RANK": "1", "PMI_SIZE": "2"},
+        SLURMEnvironment,
+        SECOND_OF_TWO,
+        "slurm",
     ),
 }
 
@@ -107,12 +121,13 @@ def make_trainer(devices, strategy="zero3", **options):
 def test_the_trainer_gets_lightnings_environment_or_ours(name, environ):
     variables, kind, places, launcher = CASES[name]
     environ(variables)
-    strategy = make_trainer(places[2]).strategy
+    layout = (1, places[2]) if name == "pod" else (places[2], 1)
+    strategy = make_trainer(layout[0], num_nodes=layout[1]).strategy
     plugin = strategy.cluster_environment
     assert type(plugin) is kind
     assert (strategy.global_rank, strategy.local_rank, strategy.world_size) == places
     assert plugin.creates_processes_externally == (kind is not LightningEnvironment)
-    world = identify(plugin, Devices(), Request(places[2]))
+    world = identify(plugin, Devices(), Request(*layout))
     assert (world.rank, world.local_rank, world.world_size, world.launcher) == (*places, launcher)
     assert kind is LightningEnvironment or (plugin.main_address, plugin.main_port) == (
         world.main_address,
@@ -140,6 +155,83 @@ def test_an_environment_that_the_user_passes_stays(environ):
     assert type(strategy.cluster_environment) is LightningEnvironment
     world = identify(strategy.cluster_environment, Devices(), Request())
     assert (world.launcher, world.rank, world.world_size) == ("single", 0, 1)
+
+
+def by_hand(rank, local_rank):
+    """What clouds set, and DeepSpeed's launcher on several nodes."""
+    places = {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(local_rank)}
+    return {**places, "MASTER_ADDR": "h0", "MASTER_PORT": "77"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "layout", "places"),
+    [
+        (by_hand(3, 1), (2, 2), (3, 1, 1, 4, 2)),
+        # of one process on each node nobody has to say the number
+        ({k: v for k, v in by_hand(3, 0).items() if k != "LOCAL_RANK"}, (1, 4), (3, 0, 3, 4, 1)),
+    ],
+)
+def test_the_trainer_says_how_many_processes_a_node_has(environ, variables, layout, places):
+    environ(variables)
+    strategy = make_trainer(layout[0], num_nodes=layout[1]).strategy
+    world = identify(strategy.cluster_environment, Devices(), Request(*layout))
+    assert type(strategy.cluster_environment) is DetectedEnvironment
+    assert (strategy.global_rank, strategy.local_rank, strategy.world_size) == (
+        places[0],
+        places[1],
+        places[3],
+    )
+    assert (
+        *(world.rank, world.local_rank, world.node_rank, world.world_size, world.local_world_size),
+        world.main_address,
+    ) == (*places, "h0")
+
+
+@pytest.mark.parametrize(
+    ("plugin", "variables", "layout", "places"),
+    [
+        # outside of Kubernetes
+        (
+            KubeflowEnvironment,
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h0", "MASTER_PORT": "77"},
+            (1, 2),
+            (1, 0, 1, 2, "kubeflow"),
+        ),
+        # in a shell of `salloc`, where Lightning takes srun's processes for single ones
+        (
+            SLURMEnvironment,
+            {**SRUN, "SLURM_JOB_NAME": "interactive"},
+            (2, 1),
+            (1, 1, 0, 2, "slurm"),
+        ),
+        # another launcher that sets torchrun's variables
+        (
+            TorchElasticEnvironment,
+            {k: v for k, v in ELASTIC.items() if k != "TORCHELASTIC_RUN_ID"},
+            (2, 1),
+            (1, 1, 0, 2, "torchrun"),
+        ),
+    ],
+)
+def test_the_type_of_a_plugin_decides(environ, plugin, variables, layout, places):
+    environ(variables)
+    strategy = make_trainer(layout[0], num_nodes=layout[1], plugins=[plugin()]).strategy
+    world = identify(strategy.cluster_environment, Devices(), Request(*layout))
+    assert places == (
+        *(world.rank, world.local_rank, world.node_rank, world.world_size),
+        world.launcher,
+    )
+
+
+@pytest.mark.parametrize("strategy", ["zero3_spawn", "zero3_notebook"])
+def test_processes_of_a_launcher_do_not_start_others(environ, strategy):
+    environ(ELASTIC)
+    with pytest.raises(
+        LaunchError,
+        match="TorchElasticEnvironment says that a launcher has started this one, .* RANK=1, "
+        '.*\nUse strategy="zero3"',
+    ):
+        make_trainer(2, strategy)
 
 
 class Mine(LightningEnvironment):
@@ -170,13 +262,48 @@ def test_an_environment_of_the_users_is_asked(environ):
     assert (world.local_world_size, world.main_port, world.because("rank")) == (
         3,
         77,
-        "Mine says 5",
+        "Mine's rank=5",
     )
+    # The plugin owns the layout, and what the Trainer leaves at 1 is no contradiction.
+    assert identify(strategy.cluster_environment, Devices(), Request(3)) == world
     with pytest.raises(
         LaunchError,
-        match=r"Mine started 6 processes \(Mine says 6\), but Trainer\(devices=3, num_nodes=1\)",
+        match=r"Mine started 6 processes \(Mine's world_size=6\), but Trainer\(devices=3,"
+        r" num_nodes=5\) asks for 15. Use Trainer\(devices=3, num_nodes=2\)",
     ):
-        identify(strategy.cluster_environment, Devices(), Request(3))
+        identify(strategy.cluster_environment, Devices(), Request(3, 5))
+    with pytest.raises(LaunchError, match=r"local_rank 2 .* \(devices of the Trainer=2\)"):
+        identify(strategy.cluster_environment, Devices(), Request(2, 3))
+
+
+class Uneven(Mine):
+    """Two processes on the first node, one on the second."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+
+    def world_size(self):
+        return 3
+
+    def global_rank(self):
+        return self.rank
+
+    def local_rank(self):
+        return self.rank % 2
+
+    def node_rank(self):
+        return self.rank // 2
+
+
+def test_nodes_of_a_plugin_may_have_unequal_numbers(environ):
+    environ(MEET)
+    found = []
+    for rank, devices in ((0, 2), (1, 2), (2, 1)):
+        strategy = make_trainer(devices, num_nodes=2, plugins=[Uneven(rank)]).strategy
+        world = identify(strategy.cluster_environment, Devices(), Request(devices, 2))
+        found.append((world.rank, world.local_rank, world.local_world_size, world.world_size))
+    assert found == [(0, 0, 2, 3), (1, 1, 2, 3), (2, 0, 1, 3)]
 
 
 def test_a_rank_without_a_world_size_stops_the_trainer(environ):
