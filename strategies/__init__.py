@@ -1,5 +1,7 @@
 """Registers `Zero3Strategy` with Lightning under its names."""
 
+import sys
+
 from lightning.pytorch.strategies import StrategyRegistry
 
 from .checkpoints import CheckpointOptions
@@ -56,4 +58,19 @@ def _register() -> None:
     Zero3Strategy.register_strategies(StrategyRegistry)
 
 
+def _refuse_other_package(**options: object) -> None:
+    raise ImportError(
+        'strategy="zero3" works with the package `lightning`, not with `pytorch_lightning`, whose'
+        " classes are others.\nWrite `import lightning.pytorch as pl` for `import pytorch_lightning"
+        " as pl`, in all of the program (and the model's class)."
+    )
+
+
 _register()
+# hazard: to import it, which takes a third of a second and changes warning filters, is no way to
+# reach its registry
+if "pytorch_lightning.strategies" in sys.modules:
+    for name in Zero3Strategy.registered_names:
+        sys.modules["pytorch_lightning.strategies"].StrategyRegistry.register(
+            name, _refuse_other_package
+        )

@@ -233,3 +233,21 @@ def test_a_rank_that_is_no_number_is_named_though_lightning_stumbles_over_it(
         and error.splitlines()[-1]
         == f"RuntimeError: {named} is not a whole number. Correct or unset it."
     )
+
+
+OTHER_PACKAGE = """
+import pytorch_lightning as pl
+import lightning_zero3
+for name in ("zero3", "zero3_spawn", "zero3_notebook"):
+    try:
+        pl.Trainer(strategy=name, accelerator="cpu", logger=False)
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_the_other_package_says_what_to_import():
+    command = [sys.executable, "-c", OTHER_PACKAGE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Write `import lightning.pytorch as pl`") == 3, done.stdout
