@@ -139,6 +139,13 @@ ROOMS = [
         "",
         tokens=356,
     ),
+    Room(
+        "strategies/lightning_zero3/ray",
+        "a strategy, reports and checkpoints for Ray Train",
+        "strategies",
+        f"{_LIGHTNING} ray",
+        tokens=457,
+    ),
     Room("callbacks/allocator", "options of the CUDA allocator", packages=_LIGHTNING, tokens=7_191),
     Room(
         "callbacks/memory",
