@@ -51,6 +51,10 @@ def describe_file(path: Path) -> Iterator[str]:
     """Yield lines about a complete single file, whose tensors are mapped, not read."""
     checkpoint = single_file.read(path, weights_only=True)
     yield f"single file, {path.stat().st_size:,} bytes"
+    if "state_dict" not in checkpoint:
+        yield "weights alone: no run goes on from it"
+        yield from _describe_tensors(checkpoint)
+        return
     yield f"epoch {checkpoint.get('epoch')}, step {checkpoint.get('global_step')}"
     yield from _describe_tensors(
         {key: checkpoint[key] for key in ("state_dict", "optimizer_states") if key in checkpoint}

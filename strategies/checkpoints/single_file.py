@@ -166,17 +166,24 @@ def read(path: Path, weights_only: bool) -> dict[str, Any]:
         CheckpointError: it is no checkpoint, or ``weights_only`` forbids what it holds.
     """
     try:
-        return torch.load(
+        content = torch.load(
             path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=weights_only
         )
-    except (pickle.UnpicklingError, EOFError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # a file of anything raises nearly anything
         # between a preface and links of torch's
         reason = str(error).partition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
+        what, is_global, _ = reason.partition(" was not an allowed global")
+        if not is_global:
+            raise CheckpointError(f"{path} is no checkpoint ({reason or repr(error)}).") from error
         raise CheckpointError(
-            f"{path} is no checkpoint, or has more than tensors and plain values"
-            f" ({reason or repr(error)}). If you trust its source, load it with"
-            " CheckpointOptions(weights_only=False)."
+            f"{path} has more than tensors and plain values ({what}). If you trust its source,"
+            " load it with CheckpointOptions(weights_only=False)."
         ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is no checkpoint: it holds a {type(content).__name__}.")
+    return content
 
 
 def changed(path: Path) -> str | None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ..collectives import Meeting
 from ..data import DataHooks
 from ..engine import Zero3Engine, compare_notes, owner_or_none
 from ..launch.process_strategy import ProcessStrategy
@@ -264,6 +265,7 @@ class CheckpointStrategy(ProcessStrategy):
                 " run, so they cannot save together any more. `OnExceptionCheckpoint` and"
                 " `ModelCheckpoint(save_on_exception=True)` save before that."
             )
+        self.engine.collectives.meet(Meeting.SAVE)
         compare_notes(self.engine.collectives)
 
     def _save_gradients(self, checkpoint: dict[str, Any]) -> None:

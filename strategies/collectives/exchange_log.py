@@ -61,11 +61,11 @@ class Meeting(enum.IntEnum):
     NOTES = (
         -13,
         (
-            "compare what all have written (before a save, a state dict, `gathered`, an evaluation"
-            " or another run, after training, or before a forward outside of a step, when it has"
-            " stored parameters between steps)"
+            "compare what all have written (before an evaluation or another run, after training, or"
+            " before a forward outside of a step, when it has stored parameters between steps)"
         ),
     )
+    SAVE = -14, "save a checkpoint or weights, or collect a state dict, which all ranks do together"
 
     def __new__(cls, label: int, description: str) -> Meeting:
         """Make the member, an int that equals its label."""

@@ -32,6 +32,7 @@ class SharedFlags:
     """
 
     on_wait: Callable[[], None]
+    describe: Callable[[int], str]  # an exchange, by its label
     require_same_label: Callable[[int, int, int], None]
 
     def __init__(
@@ -120,8 +121,10 @@ class SharedFlags:
         except (FileNotFoundError, ProcessLookupError):
             state = "gone"
         if state in ("gone", "Z", "X"):  # zombie, dead
+            doing = self.describe(self._mine[_LABELS + self._mine[_POSTED] % _RING])
             raise RuntimeError(
                 f"The connection to rank {rank} is lost: its process {process} has ended while rank"
-                f" {self._rank} waited for it. Its output may say why. It may also have come to its"
-                " regular end: forwards, saves and `gathered` are for all ranks, also after `fit`."
+                f" {self._rank} waited for it to {doing}.\nIts output may say why. If it came to its"
+                f" regular end, rank {self._rank} did alone what all ranks do together: forwards,"
+                " reads of weights, saves and `gathered`, also after `fit`."
             )

@@ -38,6 +38,7 @@ class SharedMemoryCollectives(ComparedCollectives):
         self.flags = flags
         self.unread: list[_Exchange] = []  # exchanges of which this rank has to read
         flags.on_wait, flags.require_same_label = self._read, self.require_same_label
+        flags.describe = lambda label: self.exchange_log.describe(label)
         # address, bytes, the block of each rank
         self._blocks: list[tuple[int, int, list[Tensor]]] = []
         self._ballots = ballots  # of each rank [int64]

@@ -20,10 +20,10 @@ from .unit import Exchange, Unit
 
 # By `Exchange`.
 _VERBS = (
-    "unshard",
-    "read values of (`strategy.gathered` lets one rank work alone), or save them, in",
-    "read gradients of",
-    "reduce the gradients of",
+    "unshard unit {}",
+    "read or save weights of unit {} (which one rank does alone in `strategy.gathered` only)",
+    "read gradients of unit {}",
+    "reduce the gradients of unit {}",
 )
 
 
@@ -97,4 +97,4 @@ def describe_exchange(units: list[Unit], label: int) -> str:
     if label < 0:
         return Meeting(label).description  # type: ignore[call-arg]  # two values each
     index, exchange = divmod(label, len(Exchange))
-    return f"{_VERBS[exchange]} unit {units[index].name}"
+    return _VERBS[exchange].format(units[index].name)

@@ -49,7 +49,7 @@ def test_a_path_that_is_none_is_one_line(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("content", [b"", b"print(1)\n", pickle.dumps(print)])
+@pytest.mark.parametrize("content", [b"", b"print(1)\n", b"hello", pickle.dumps(print, 2)])
 def test_a_file_that_is_no_checkpoint_is_one_line(tmp_path, capsys, content):
     file = tmp_path / "train.py"
     file.write_bytes(content)
@@ -57,7 +57,17 @@ def test_a_file_that_is_no_checkpoint_is_one_line(tmp_path, capsys, content):
         assert main(command) == 1
         said = capsys.readouterr()
         assert said.out == "" and said.err.count("\n") == 1 and len(said.err) < 500
-        assert f"{file} is no checkpoint" in said.err
+        assert f"{file} is no checkpoint" in said.err or f"{file} has more than tensors" in said.err
+
+
+def test_what_holds_no_run_says_so(tmp_path, capsys):
+    torch.save({"a": torch.ones(2)}, tmp_path / "weights.pt")
+    assert main(["inspect", str(tmp_path / "weights.pt")]) == 0
+    told = "weights alone: no run goes on from it\n  a  (2,)  float32\n"
+    assert capsys.readouterr().out.endswith(told)
+    torch.save([1, 2], tmp_path / "list.ckpt")
+    assert main(["inspect", str(tmp_path / "list.ckpt")]) == 1
+    assert capsys.readouterr().err == f"{tmp_path}/list.ckpt is no checkpoint: it holds a list.\n"
 
 
 def test_files_of_other_programs_become_safetensors(tmp_path, capsys):
