@@ -205,11 +205,18 @@ def global_norm(grads: list[Tensor], sum_over_ranks: SumOverRanks) -> Tensor:
     there = [grad for grad in grads if grad.device.type != "cpu"]
     there = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in there]
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in there]
-    runs = [run for grad in grads if grad.device.type == "cpu" for run in grad.split(1 << 16)]
-    if runs:
+    if here := [grad for grad in grads if grad.device.type == "cpu"]:
+        whole = [grad.numel() >> 16 << 16 for grad in here]
+        # by all threads: with offload nothing else runs meanwhile
+        runs = [
+            torch.linalg.vector_norm(grad[:stop].view(-1, 1 << 16), dim=1)
+            for grad, stop in zip(here, whole, strict=True)
+            if stop
+        ]
+        rest = [grad[stop:] for grad, stop in zip(here, whole, strict=True)]
+        found = torch.cat([*runs, torch.stack(torch._foreach_norm(rest))]).double()
         # one copy to the device for all that is in host memory
-        device = there[0].device if there else "cpu"
-        norms += torch.stack(torch._foreach_norm(runs)).double().to(device).unbind()
+        norms += found.to(there[0].device if there else "cpu").unbind()
     total = torch.stack(norms or [torch.zeros((), dtype=torch.float64)]).square().sum()
     return sum_over_ranks(total).sqrt()
 
