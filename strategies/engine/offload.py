@@ -6,8 +6,9 @@
     reduce stream                 scatter(u1) D2H(u1)  scatter(u0) D2H(u0)     the gradients
     host worker                              add(u1)          add(u0)  step(u0) step(u1) ...
 
-The host adds up gradients and steps, unit by unit in the order of the next forward, while the
-device goes on; whoever looks at values, gradients or optimizer state waits for what it looks at.
+The host adds up gradients and steps, unit by unit in the order of their definition, a forward's
+mostly, while the device goes on; whoever looks at values, gradients or optimizer state waits for
+what it looks at.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Offload:
     Args:
         kind: "optimizer" keeps master values, gradients and optimizer state there, and on the
             device a shard of what is sent; "parameters" keeps that there, too.
-        budget: bytes of model state that may stay on the device, of the units that come first in a
-            forward; a parameter is counted as with Adam.
+        budget: bytes of model state that may stay on the device, of the units that are defined
+            first; a parameter is counted as with Adam.
     """
 
     kind: OffloadKind
