@@ -164,7 +164,7 @@ def train_all(rank, world_size, how):
     }
 
 
-GATE = {"plain", "not re-entrant", "double backward"}
+GATE = {"not re-entrant", "double backward"}
 
 
 @pytest.mark.parametrize(

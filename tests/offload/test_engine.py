@@ -116,7 +116,7 @@ def train_all(rank, world_size, options):
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.variant), 2])
 @pytest.mark.parametrize(
     "options",
     [

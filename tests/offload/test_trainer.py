@@ -172,7 +172,6 @@ def train(rank, world_size, folder, name):
 
 GATE = {
     "clipped",
-    "accumulated",
     "activations",
     "bfloat16",
     "whole parameters",
