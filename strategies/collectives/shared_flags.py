@@ -125,6 +125,6 @@ class SharedFlags:
             raise RuntimeError(
                 f"The connection to rank {rank} is lost: its process {process} has ended while rank"
                 f" {self._rank} waited for it to {doing}.\nIts output may say why. If it came to"
-                f" its end, rank {self._rank} did alone what all ranks do together: forwards, reads of"
-                " weights, saves and `gathered`, also after `fit`."
+                f" its end, rank {self._rank} did alone what all ranks do together: forwards, reads"
+                " of weights, saves and `gathered`, also after `fit`."
             )

@@ -51,6 +51,7 @@ class Access:
         self._gradients, self._passes = gradients, passes
         self._weights_changed, self.retire = weights_changed, retire
         self._entries: dict[Value, Entry] = {}
+        self._absent: dict[Entry, Tensor] = {}  # what has the shape and dtype of a gradient
         # what `p.grad` is: the same tensor as long as the user has it
         self._shown: WeakValueDictionary[Entry, ShardedTensor] = WeakValueDictionary()
         # of copies that users have: what it is of, an alias without memory that shares the count of
@@ -60,6 +61,8 @@ class Access:
             for entry in unit.entries:
                 self._entries[entry.value] = entry
                 entry.value.owner = weakref.ref(self)
+                absent = absent_like(entry.value.meta, entry.dtype, entry.chunk.device)
+                self._absent[entry] = absent
                 adopt(entry.parameter, entry.value)
                 with torch._C.DisableTorchFunctionSubclass():
                     set_grad(entry.parameter, None)  # of an earlier run: autograd would add to it
@@ -140,8 +143,7 @@ class Access:
         if shown is None or shown.value.since != entry.assigned:
             own = entry.value
             value = Value(own.label, own.cls, own.meta, own.owner, own, entry.assigned)
-            absent = absent_like(value.meta, entry.dtype, entry.chunk.device)
-            shown = self._shown[entry] = sharded_tensor(value, absent)
+            shown = self._shown[entry] = sharded_tensor(value, self._absent[entry])
         return shown
 
     def _current(self, value: Value, entry: Entry) -> Entry:
