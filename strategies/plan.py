@@ -7,7 +7,6 @@ of one forward and backward on tensors without memory.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
 import re
@@ -248,10 +247,12 @@ def _count_group(
         ): is_hosted
         for (is_hosted, dtype, _), sizes in kinds.items()
     }
-    twin, own = copy.copy(optimizer), {k: v for k, v in group.items() if k != "params"}
+    twin, own = object.__new__(type(optimizer)), {k: v for k, v in group.items() if k != "params"}
+    # hazard: `copy.copy` would write into the defaults, which groups that are added follow
+    vars(twin).update({**vars(optimizer), "defaults": {**optimizer.defaults}})
     is_fused, loops = own.get("fused"), not own.get("foreach")
     if is_fused:  # its kernels have no form without memory, and take none
-        own["fused"], twin.defaults = None, {**optimizer.defaults, "fused": None}
+        own["fused"] = twin.defaults["fused"] = None
     elif on_gpu and own.get("foreach", False) is None:
         own["foreach"], loops = True, False  # torch's choice for parameters there
     grads = [torch.empty_like(p) for p in shards]
