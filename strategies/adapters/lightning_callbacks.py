@@ -10,7 +10,6 @@ from __future__ import annotations
 import copyreg
 import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from copy import deepcopy
 from functools import partialmethod
 from typing import Any
@@ -28,7 +27,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.prune import BasePruningMethod
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
@@ -150,7 +149,7 @@ class _AverageOfShards(StochasticWeightAveraging):
 
 
 class _Pruning(ModelPruning):
-    """Gathers the weights that it prunes, and gives rank 0's masks to all ranks.
+    """Gives rank 0's masks to all ranks.
 
     `torch.nn.utils.prune` keeps the same parameter under another name (``weight_orig``): the shards
     stay as they are, and the masks are buffers.
@@ -159,46 +158,24 @@ class _Pruning(ModelPruning):
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._strategy = _strategy(trainer)
-        # `ModelPruning.setup` copies the layers for a lottery ticket. They are shards if the
-        # trainer has trained them before.
-        with self._strategy.gathered() if self._use_lottery_ticket_hypothesis else nullcontext():
-            super().setup(trainer, pl_module, stage)
+        super().setup(trainer, pl_module, stage)
 
     @override
     def apply_pruning(self, amount: int | float) -> None:
         engine = self._strategy.engine
-        with self._strategy.gathered(self._find_pruned_parameters(), modify=True):
-            for module, name in self._parameters_to_prune:
-                for hook in module._forward_pre_hooks.values():
-                    if not isinstance(hook, BasePruningMethod) or hook._tensor_name != name:
-                        continue
-                    # `BasePruningMethod.apply` ranks the values that the last forward left in
-                    # `module.<name>`, which are rounded where the engine rounds.
-                    if engine.rounds(module._parameters[f"{name}_orig"]):
-                        setattr(module, name, hook.apply_mask(module))
-            super().apply_pruning(amount)
-            for module, name in self._parameters_to_prune:
-                mask = module._buffers.get(f"{name}_mask")
-                if mask is not None:
-                    mask.copy_(engine.collectives.broadcast(mask.contiguous()))
-
-    @override
-    def apply_lottery_ticket_hypothesis(self) -> None:
-        with self._strategy.gathered(self._find_pruned_parameters(), modify=True):
-            super().apply_lottery_ticket_hypothesis()
-
-    @override
-    def make_pruning_permanent(self, module: nn.Module) -> None:
-        hooks = [
-            (m, h)
-            for m in module.modules()
-            for h in m._forward_pre_hooks.values()
-            if isinstance(h, BasePruningMethod)
-        ]
-        # Lightning removes the hooks of all pruned modules, not of this callback's alone.
-        pruned = [m._parameters.get(f"{hook._tensor_name}_orig") for m, hook in hooks]
-        with self._strategy.gathered([p for p in pruned if p is not None], modify=True):
-            super().make_pruning_permanent(module)
+        for module, name in self._parameters_to_prune:
+            for hook in module._forward_pre_hooks.values():
+                if not isinstance(hook, BasePruningMethod) or hook._tensor_name != name:
+                    continue
+                # `BasePruningMethod.apply` ranks the values that the last forward left in
+                # `module.<name>`, which are rounded where the engine rounds.
+                if engine.rounds(module._parameters[f"{name}_orig"]):
+                    setattr(module, name, hook.apply_mask(module))
+        super().apply_pruning(amount)
+        for module, name in self._parameters_to_prune:
+            mask = module._buffers.get(f"{name}_mask")
+            if mask is not None:
+                mask.copy_(engine.collectives.broadcast(mask.contiguous()))
 
     @override
     def on_save_checkpoint(
@@ -214,15 +191,7 @@ class _Pruning(ModelPruning):
                 continue
             original, mask = parameters[f"{name}_orig"], state.pop(f"{name}_mask")
             del state[f"{name}_orig"]
-            with self._strategy.gathered([original]):
-                state[name] = (mask.to(original) * original.detach()).cpu()
-
-    def _find_pruned_parameters(self) -> list[nn.Parameter]:
-        parameters = [
-            m._parameters.get(f"{name}_orig", m._parameters.get(name))
-            for m, name in self._parameters_to_prune
-        ]
-        return [p for p in parameters if p is not None]
+            state[name] = (mask.to(original) * original.detach()).cpu()
 
 
 class _SavesOnException(Checkpoint):
