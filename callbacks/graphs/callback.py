@@ -9,9 +9,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from .device import CudaGraphs, SoftwareGraphs
-from .module_runner import ModulesRunner
-from .records import Options
-from .step_runner import StepRunner
+from .program import Fit
+from .runner import Runner
 
 
 class CUDAGraphStep(Callback):
@@ -30,11 +29,13 @@ class CUDAGraphStep(Callback):
     two replays of the same differ, because kernels add up in any order, half of the digits). The
     first difference is named, and the step runs eagerly from there on. A shape that comes once an
     epoch, such as a ragged last batch, is never captured. A verified micro-batch takes as long as
-    an eager one and a replay (the first: two), and memory for copies of buffers and gradients.
+    an eager one and a replay (the first: two), and memory for copies of buffers and gradients. A
+    line at the end of the fit says how many there were, and how long the comparisons took.
 
-    **Refused before the capture**, with the reason: a wait for a value, an attribute that the step
-    assigns or extends, printing, random numbers of Python or numpy, use of ``self.logger``, an
-    update of a metric, what is logged or returned in some steps only, writing to the batch.
+    **Refused in the first eager steps**, with the reason, is what a replay would leave undone: a
+    wait for a value, an attribute that the step assigns or extends (a generator's state, too),
+    printing, random numbers of Python or numpy, use of ``self.logger``, an update of a metric, what
+    is logged or returned in some steps only, writing to parameters or to the batch.
 
     **Changes.** Before each replay the callback compares weights, hooks, modes, settings of torch
     and the attributes of modules and of the Trainer that the code of the step mentions, with their
@@ -44,7 +45,8 @@ class CUDAGraphStep(Callback):
     **Seen late, or not.** Any other value that changes within an epoch, when the step is no longer
     verified, is found at the next epoch's first micro-batch, and replays since the change have
     computed with the old value: a number in a global, in a closure, in an object other than a
-    namespace or dataclass; a branch that some values of `batch_idx` take. What a step does to
+    namespace or dataclass; in a list or dict of more than 64 items; a branch that some values of
+    `batch_idx` take. What a step does to
     objects outside of its module (appends to a global list, writes a file) is not repeated by
     replays, and not seen.
 
@@ -68,17 +70,17 @@ class CUDAGraphStep(Callback):
         strict: raise an error on all ranks where something cannot be captured, or differs. Without
             CUDA steps run eagerly all the same.
         optimizer: capture the optimizer's update too, in a graph of its own. The optimizer must be
-            made with ``capturable=True`` (or ``fused=True``, where it has no such option) and a
-            tensor as learning rate, which schedulers change as ever. Clipping, loss scaling and
-            schedulers run eagerly.
+            made with ``capturable=True`` (or ``fused=True``, where it has no such option). A
+            learning rate that changes must be a tensor, which schedulers write into as ever.
+            Clipping, loss scaling and schedulers run eagerly.
         modules: capture only these modules, by patterns of their names
             (``["encoder", "blocks.*"]``), for a model whose step cannot be captured as a whole. The
             rest of the step is free, manual optimization included. If a module runs several times
             before a backward, its first run is replayed. Other outputs that get gradients than in
-            its eager runs are an error. With `zero3` on several ranks, name modules that are units,
-            or inside of one. Such modules exchange nothing inside, so each rank captures the shapes
-            of its own inputs. A module that cannot be captured is reported before the next
-            micro-batch.
+            its eager runs are an error. With `zero3` on several ranks, name modules
+            that are units, or inside of one. Such modules exchange nothing inside, so each rank
+            captures the shapes of its own inputs. A module that cannot be captured is reported
+            before the next micro-batch.
         software: on a machine without CUDA, replay a slow software graph (for tests and examples)
             instead of training eagerly.
 
@@ -86,7 +88,7 @@ class CUDAGraphStep(Callback):
         GraphCaptureError: with `strict`, something cannot be captured, or differs.
     """
 
-    _runner: StepRunner | ModulesRunner | None = None
+    _runner: Runner | None = None
     # Set when training ends, for callbacks whose `on_train_end` runs after this one's.
     _input_nbytes = 0
 
@@ -133,19 +135,16 @@ class CUDAGraphStep(Callback):
             )
         software = SoftwareGraphs(None if engine is None else engine.collectives)
         graphs = CudaGraphs(device) if device.type == "cuda" else software
-        options = Options(self.warmup, self.verify, self.max_graphs, self.strict)
-        if self.modules is None:
-            self._runner = StepRunner(trainer, pl_module, graphs, options, self.optimizer)
-        else:
-            self._runner = ModulesRunner(trainer, pl_module, graphs, options, self.modules)
-        self._runner.install()
+        options = self.warmup, self.verify, self.max_graphs, self.strict
+        self._runner = Runner(Fit(trainer, pl_module, graphs, *options))
+        self._runner.install(self.optimizer, self.modules)
 
     @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if isinstance(self._runner, ModulesRunner):
-            self._runner.agree_on_refusals()
+        if self._runner is not None and self._runner.step is None:
+            self._runner.agree()
 
     @property
     def graph_input_nbytes(self) -> int:
@@ -172,7 +171,7 @@ class CUDAGraphStep(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._runner is not None:
-            self._runner.agree_on_refusals()
+            self._runner.agree()
             rank_zero_info(self._runner.summary())
             nbytes = self._runner.input_nbytes
             self._uninstall()

@@ -1,15 +1,42 @@
-"""Compares a replay with an eager run of the same micro-batch, bit by bit."""
+"""Compares a replay with an eager run of the same, bit by bit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from ...strategies.engine import Zero3Engine
-from .static_inputs import constant, is_constant
+from ...strategies.engine import Entry
+
+_CONSTANTS = (int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
+
+
+def is_constant(value: Any) -> bool:
+    """Return whether its ``repr`` distinguishes ``value`` from other values.
+
+    It tells ``True`` from ``1``, and ``0.0`` from ``-0.0``; NaN is NaN.
+    """
+    return isinstance(value, _CONSTANTS)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of inputs or an output, in a fixed order."""
+    found: list[Tensor] = []
+    apply_to_collection(value, Tensor, found.append)
+    return found
+
+
+def values_in(output: Any) -> dict[str, Any]:
+    """Return what a program returned, by name; of tensors copies."""
+    return {
+        f"the output{keystr(path)}": each.detach().clone() if isinstance(each, Tensor) else each
+        for path, each in tree_flatten_with_path(output)[0]
+    }
 
 
 def same(a: Tensor, b: Tensor, noisy: bool = False) -> bool:
@@ -49,17 +76,14 @@ def first_difference(
         if (name in a) != (name in b):
             return f"{name} is there {runs[name in b]} only"
         if isinstance(x, Tensor) and isinstance(y, Tensor):
-            if not same(x, y, noisy):
-                return f"{name} is {_distance(x, y, runs)}"
-        elif x is not y and not (is_constant(x) and constant(x) == constant(y)):
-            return f"{name} is {_text(x)} {runs[0]} and {_text(y)} {runs[1]}"
+            if same(x, y, noisy):
+                continue
+            if x.shape == y.shape and x.numel() > 1 and not x.is_complex():
+                return f"{name} is up to {(x.double() - y.double()).abs().max().item():.3g} apart"
+        elif x is y or (is_constant(x) and repr(x) == repr(y)):
+            continue
+        return f"{name} is {_text(x)} {runs[0]} and {_text(y)} {runs[1]}"
     return None
-
-
-def _distance(a: Tensor, b: Tensor, runs: tuple[str, str]) -> str:
-    if a.shape == b.shape and a.numel() > 1 and not a.is_complex():
-        return f"up to {(a.double() - b.double()).abs().max().item():.3g} apart"
-    return f"{_text(a)} {runs[0]} and {_text(b)} {runs[1]}"
 
 
 def _text(value: Any) -> str:
@@ -68,100 +92,61 @@ def _text(value: Any) -> str:
     return repr(value.item()) if value.numel() == 1 else f"a tensor of shape {list(value.shape)}"
 
 
-def _generators(module: nn.Module) -> Iterator[tuple[str, torch.Generator]]:
-    for path, each in module.named_modules():
-        for name, value in vars(each).items():
-            if isinstance(value, torch.Generator):
-                yield f"{path}.{name}".lstrip("."), value
-
-
-def generators_of(module: nn.Module, device: torch.device) -> list[torch.Generator]:
-    """Return the generators of ``device`` among the attributes of modules."""
-    return [g for _, g in _generators(module) if g.device.type == device.type]
-
-
 class States:
-    """Copies of what a step changes in place: buffers and random states.
+    """Copies of what a program changes in place: buffers, random states and gradients.
 
     Args:
         module: the module with the buffers.
         device: the device of the training.
+        gradients: whether to copy the gradients of the module's parameters.
+        engine: the engine of `zero3`, of whose gradients this rank's parts are copied.
+
+    Attributes:
+        values: the copies, by a name for messages.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._buffers = dict(module.named_buffers())
-        self._generators = dict(_generators(module))
-        self._device = device if device.type == "cuda" else None
-        self.values: dict[str, Any] = {
-            f"buffer {name}": buffer.detach().clone() for name, buffer in self._buffers.items()
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        gradients: bool = False,
+        engine: Any = None,
+    ) -> None:
+        self._engine, self._device = engine, device if device.type == "cuda" else None
+        self._buffers = {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
+        self._grads: dict[str, tuple[Tensor, Tensor | None]] = {}
+        self._entries: dict[str, Entry] = {}
+        if gradients and engine is None:
+            named = module.named_parameters()
+            self._grads = {f"the gradient of {n}": (p, p.grad) for n, p in named}
+        elif gradients and engine is not None:
+            entries = [entry for unit in engine.units for entry in unit.trained]
+            self._entries = {f"the gradient of {entry.name}": entry for entry in entries}
+        found = self._buffers | {name: grad for name, (_, grad) in self._grads.items()}
+        for name, entry in self._entries.items():
+            found[name] = self._engine.gradients.part(entry)
+        self.values: dict[str, Tensor] = {
+            name: tensor.detach().clone() for name, tensor in found.items() if tensor is not None
         }
         self.values["the random state of torch"] = torch.get_rng_state()
         if self._device is not None:
             self.values["the random state of the device"] = torch.cuda.get_rng_state(self._device)
-        for name, generator in self._generators.items():
-            self.values[f"the random state of {name}"] = generator.get_state()
 
     def restore(self) -> None:
         """Write the values back."""
         for name, buffer in self._buffers.items():
             # hazard: autograd may have saved the buffer; `data` has no part in its version.
-            if not same(buffer.detach(), value := self.values[f"buffer {name}"]):
-                buffer.data.copy_(value)
+            if not same(buffer.detach(), self.values[name]):
+                buffer.data.copy_(self.values[name])
         torch.set_rng_state(self.values["the random state of torch"])
         if self._device is not None:
             torch.cuda.set_rng_state(self.values["the random state of the device"], self._device)
-        for name, generator in self._generators.items():
-            generator.set_state(self.values[f"the random state of {name}"])
-
-
-class Gradients:
-    """Copies of gradients; with `zero3`, of this rank's parts of them.
-
-    Args:
-        module: the module with the parameters.
-        engine: the engine of `zero3`, if there is one.
-    """
-
-    def __init__(self, module: nn.Module, engine: Zero3Engine | None) -> None:
-        self._engine = engine
-        self._entries = [] if engine is None else [e for u in engine.units for e in u.trained]
-        self._parameters = dict(module.named_parameters()) if engine is None else {}
-        found = {name: parameter.grad for name, parameter in self._parameters.items()}
-        if engine is not None:
-            found = {e.name: engine.gradients.part(e) for e in self._entries}
-        self.values = {
-            f"the gradient of {name}": grad.detach().clone()
-            for name, grad in found.items()
-            if grad is not None
-        }
-
-    def restore(self, as_zeros: bool = False) -> None:
-        """Write the values back.
-
-        Args:
-            as_zeros: where there was no gradient and is one now, make it zero, so that a replay can
-                add to it; otherwise there is none again.
-        """
-        for name, parameter in self._parameters.items():
-            value = self.values.get(f"the gradient of {name}")
-            if parameter.grad is None or (value is None and not as_zeros):
-                parameter.grad = value
-            else:
-                _fill(parameter.grad, value)
-        for entry in self._entries:
-            assert self._engine is not None
-            gradients, value = (
-                self._engine.gradients,
-                self.values.get(f"the gradient of {entry.name}"),
-            )
-            if value is not None or (as_zeros and gradients.has_gradient(entry)):
-                _fill(gradients.room_for(entry), value)
-            elif gradients.has_gradient(entry):
-                gradients.clear(entry)
-
-
-def _fill(tensor: Tensor, value: Tensor | None) -> None:
-    if value is None:
-        tensor.zero_()
-    else:
-        tensor.copy_(value)
+        for name, (parameter, grad) in self._grads.items():
+            parameter.grad = grad
+            if grad is not None:
+                grad.detach().copy_(self.values[name])
+        for name, entry in self._entries.items():
+            if name in self.values:
+                self._engine.gradients.room_for(entry).copy_(self.values[name])
+            elif self._engine.gradients.has_gradient(entry):
+                self._engine.gradients.clear(entry)

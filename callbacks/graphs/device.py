@@ -5,7 +5,6 @@ The CUDA graphs of a run share a stream and a memory pool.
 
 from __future__ import annotations
 
-import copy
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -38,29 +37,27 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """A `torch.cuda.CUDAGraph` in a shared pool.
+    """A `torch.cuda.CUDAGraph` in a memory pool, captured in the current stream.
 
     Args:
-        stream: the stream of all captures.
-        pool: the handle of a memory pool.
-        generators: generators, besides the default one, that the program draws from.
+        pool: the handle of the pool.
         around_capture: returns a context in which the program may save and set random states.
         before_replay: prepares random states.
+        states: random states, besides that of the default generator, that kernels draw from.
     """
 
     def __init__(
         self,
-        stream: torch.cuda.Stream,
         pool: Any,
-        generators: Sequence[torch.Generator] = (),
         around_capture: Callable[[], AbstractContextManager[None]] = nullcontext,
         before_replay: Callable[[], None] = lambda: None,
+        states: Sequence[torch.Generator] = (),
     ) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        self._stream, self._pool = stream, pool
+        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
         self._around_capture, self._before_replay = around_capture, before_replay
-        for generator in generators:
-            self._graph.register_generator_state(generator)
+        for state in states:
+            self._graph.register_generator_state(state)
+        self.reset = self._graph.reset
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -71,17 +68,13 @@ class CudaGraph:
         # Makes cuBLAS allocate its workspace in the pool, where `torch.cuda.empty_cache` cannot
         # free it.
         torch._C._cuda_clearCublasWorkspaces()
+        # hazard: with the default mode, "global", calls of CUDA in other threads (loaders' pinning
+        # threads, NCCL's watchdog) would end the capture with an error.
+        capture = torch.cuda.graph(
+            self._graph, self._pool, torch.cuda.current_stream(), "thread_local"
+        )
         try:
-            # hazard: with the default mode, "global", calls of CUDA in other threads (loaders'
-            # pinning threads, NCCL's watchdog) would end the capture with an error.
-            mode = "thread_local"
-            with (
-                without_collection(),
-                torch.cuda.graph(
-                    self._graph, pool=self._pool, stream=self._stream, capture_error_mode=mode
-                ),
-                self._around_capture(),
-            ):
+            with without_collection(), capture, self._around_capture():
                 yield
         except BaseException:
             self.reset()
@@ -93,10 +86,6 @@ class CudaGraph:
         """See :meth:`Graph.replay`."""
         self._before_replay()
         self._graph.replay()
-
-    def reset(self) -> None:
-        """See :meth:`Graph.reset`."""
-        self._graph.reset()
 
 
 class CudaGraphs:
@@ -111,8 +100,8 @@ class CudaGraphs:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._outer_stream: torch.cuda.Stream | None = None  # current before training
-        self._pool = torch.cuda.graph_pool_handle()
-        self._other_pools: list[object] = []  # of graphs that are replayed out of order
+        # That of most graphs, and those of graphs that are replayed out of order.
+        self._pools: list[Any] = [torch.cuda.graph_pool_handle()]
 
     def enter_stream(self) -> None:
         """Make the stream of captures the current one, when training begins."""
@@ -131,44 +120,30 @@ class CudaGraphs:
 
     def make_graph(self) -> Graph:
         """Return a new graph, for a program that draws no random numbers."""
-        return CudaGraph(self._stream, self._pool)
+        return CudaGraph(self._pools[0])
 
-    def make_pair(
-        self, generators: Sequence[torch.Generator], offsets: list[int]
-    ) -> tuple[Graph, Graph]:
+    def make_pair(self, offsets: list[int], own_pool: bool = False) -> tuple[Graph, Graph]:
         """Return new graphs for a forward and for its backward.
 
         Args:
-            generators: generators, besides the default one, that they draw from.
             offsets: see :class:`~.random_states.RandomStates`.
+            own_pool: use another pool than other graphs. Those of one pool overwrite each other's
+                memory unless they are replayed in the order of their captures.
         """
-        states = CapturedRandomStates(self._device, offsets)
+        if own_pool:
+            self._pools.append(torch.cuda.graph_pool_handle())
+        pool, states = self._pools[-own_pool], CapturedRandomStates(self._device, offsets)
         forward = partial(states.track_calls, True), states.begin_forward
         backward = partial(states.track_calls, False), states.begin_backward
-        return (
-            CudaGraph(self._stream, self._pool, generators, *forward),
-            CudaGraph(self._stream, self._pool, [*generators, *states.states], *backward),
-        )
-
-    def with_own_pool(self) -> CudaGraphs:
-        """Return a maker of graphs with a memory pool of their own.
-
-        Graphs of one pool overwrite each other's memory unless they are replayed in the order of
-        their captures.
-        """
-        other = copy.copy(self)
-        other._pool = torch.cuda.graph_pool_handle()
-        self._other_pools.append(other._pool)
-        return other
+        return CudaGraph(pool, *forward), CudaGraph(pool, *backward, states.states)
 
     def renew_pools(self) -> None:
         """Use a new pool, after all graphs, and so their pools, were reset."""
-        self._pool = torch.cuda.graph_pool_handle()
-        self._other_pools.clear()
+        self._pools = [torch.cuda.graph_pool_handle()]
 
     def track_random_states(self) -> RandomStates | None:
         """Return what tracks random states that an eager step saves and sets."""
-        return RandomStates(torch.cuda)
+        return RandomStates()
 
     @contextmanager
     def report_waits(self, found: list[str]) -> Iterator[None]:
@@ -196,10 +171,8 @@ class CudaGraphs:
         """Return the reserved bytes of the pools; 0 if the allocator does not report them."""
         if torch.cuda.get_allocator_backend() != "native":
             return 0
-        pools = [self._pool, *self._other_pools]
-        return sum(
-            segment["total_size"] for pool in pools for segment in torch.cuda.memory_snapshot(pool)
-        )
+        segments = [s for pool in self._pools for s in torch.cuda.memory_snapshot(pool)]
+        return sum(segment["total_size"] for segment in segments)
 
 
 class SoftwareGraphs:
@@ -215,24 +188,15 @@ class SoftwareGraphs:
     def enter_stream(self) -> None:
         """See :meth:`CudaGraphs.enter_stream`."""
 
-    leave_stream = renew_pools = enter_stream
-
-    def with_own_pool(self) -> SoftwareGraphs:
-        """See :meth:`CudaGraphs.with_own_pool`."""
-        return self
+    leave_stream = renew_pools = track_random_states = enter_stream
 
     def make_graph(self) -> Graph:
         """See :meth:`CudaGraphs.make_graph`."""
         return SoftwareGraph(self._communicator)
 
-    def make_pair(
-        self, generators: Sequence[torch.Generator], offsets: list[int]
-    ) -> tuple[Graph, Graph]:
+    def make_pair(self, offsets: list[int], own_pool: bool = False) -> tuple[Graph, Graph]:
         """See :meth:`CudaGraphs.make_pair`."""
         return self.make_graph(), self.make_graph()
-
-    def track_random_states(self) -> None:
-        """See :meth:`CudaGraphs.track_random_states`: a software graph records random states."""
 
     def report_waits(self, found: list[str]) -> AbstractContextManager[object]:
         """See :meth:`CudaGraphs.report_waits`."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,49 +21,37 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...strategies.collectives import LocalCollectives
-from .software_exchanges import record_exchanges
 
 _aten = torch.ops.aten
 # The engine of `zero3` waits where a capture does not.
 OURS = tuple(str(Path(__file__).parents[2] / name) for name in ("callbacks", "strategies"))
-_TORCH = Path(torch.__file__).parent
-# Code of torch between an operation and a mode.
-_PLUMBING = tuple(str(_TORCH / name) for name in ("_compile", "_dynamo", "utils/_python_dispatch"))
+_TORCH = f"{Path(torch.__file__).parent}/"
 # Operations whose results have no values yet.
-_EMPTY = (
+_EMPTY = {
     _aten.empty,
     _aten.empty_like,
     _aten.empty_strided,
     _aten.new_empty,
     _aten.new_empty_strided,
-)
+}
+_INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._unsafe_index_put}
+_ON_THE_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # Operations that write to arguments (by position) which their schemas do not mark as written.
 _UNMARKED_WRITES = {_aten.native_batch_norm: (3, 4)}
+# Methods of a communicator; exchanges of Python objects, which no graph can hold, are not here.
+_EXCHANGES = (
+    "all_gather",
+    "reduce_scatter",
+    "reduce_scatter_in",
+    "all_to_all",
+    "all_reduce",
+    "broadcast",
+    "meet",
+)
 
 
 class CaptureError(RuntimeError):
     """The program did something that a graph cannot contain."""
-
-
-@dataclass
-class _Node:
-    """One recorded call, and the tensors that its results are copied to.
-
-    Attributes:
-        run: makes the call.
-        targets: for each result with memory of its own, its position among the tensors that the
-            call returns, and the tensor that it is copied to.
-    """
-
-    run: Callable[[], Any]
-    targets: list[tuple[int, Tensor]]
-
-    def replay(self) -> None:
-        results = self.run()
-        if self.targets:
-            results = [v for v in tree_leaves(results) if isinstance(v, Tensor)]
-        for position, target in self.targets:
-            target.copy_(results[position])
 
 
 class SoftwareGraph:
@@ -83,7 +70,9 @@ class SoftwareGraph:
     """
 
     def __init__(self, communicator: LocalCollectives | None = None) -> None:
-        self._nodes: list[_Node] = []
+        # What makes each call; and its results with memory of their own, by their position among
+        # the tensors that the call returns.
+        self._calls: list[tuple[Callable[[], Any], list[tuple[int, Tensor]]]] = []
         self._communicator = communicator
 
     @contextmanager
@@ -93,46 +82,70 @@ class SoftwareGraph:
         Raises:
             CaptureError: an operation needs a value on the host.
         """
-        recorder = _Recorder(self._nodes)
-        generator_state = torch.get_rng_state()
+        recorder = _Recorder(self._calls)
+        real_get, real_set = torch.get_rng_state, torch.set_rng_state
+        state = real_get()
+
+        def get_rng_state() -> Tensor:
+            with _disable_current_modes():
+                found = real_get()
+            recorder.record_call(lambda: found.copy_(real_get()), [])
+            return found
+
+        def set_rng_state(new: Tensor) -> None:
+            recorder.record_call(lambda: real_set(new), [])
+
+        states = {"get_rng_state": get_rng_state, "set_rng_state": set_rng_state}
+        exchanges = {}
+        if self._communicator is not None:
+            exchanges = _record_exchanges(self._communicator, recorder)
         try:
-            exchanges = (
-                nullcontext()
-                if self._communicator is None
-                else record_exchanges(self._communicator, recorder)
-            )
-            with recorder, exchanges, _record_random_states(recorder):
+            with (
+                replaced(vars(torch), states),
+                replaced(vars(self._communicator or self), exchanges),
+                recorder,
+            ):
                 yield
         except BaseException:
             self.reset()
             raise
         finally:
-            torch.set_rng_state(generator_state)
+            real_set(state)
             recorder.undo()
 
     def replay(self) -> None:
         """Repeat the recorded operations."""
-        with _below_autograd():
-            for node in self._nodes:
-                node.replay()
+        # hazard: a backward may be captured after replays of its forward; autograd would then find
+        # that saved tensors were written. So replays touch no version counters.
+        no_versions = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+        with (
+            torch._C._AutoDispatchBelowAutograd(),
+            torch._C._ExcludeDispatchKeyGuard(no_versions),
+            torch._C.DisableTorchFunctionSubclass(),
+        ):
+            for run, targets in self._calls:
+                results = run()
+                if targets:
+                    results = _tensors_in(results)
+                for position, target in targets:
+                    target.copy_(results[position])
 
     def reset(self) -> None:
         """Drop all recorded operations, and with them the graph's references to tensors."""
-        self._nodes = []
-
-    def __len__(self) -> int:
-        """Number of recorded calls."""
-        return len(self._nodes)
+        self._calls = []
 
 
 @contextmanager
-def _below_autograd() -> Iterator[None]:
-    # hazard: a backward may be captured after replays of its forward; autograd would then find that
-    # saved tensors were written. So replays touch no version counters.
-    no_versions = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(no_versions):
-        with torch._C.DisableTorchFunctionSubclass():
-            yield
+def replaced(table: dict[str, Any], values: dict[str, Any]) -> Iterator[None]:
+    """Replace items of ``table``, such as the attributes of an object, in the body."""
+    before = {name: table[name] for name in values if name in table}
+    table.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del table[name]
+        table.update(before)
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -140,12 +153,16 @@ def memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-class _Recorder(TorchDispatchMode):
-    """Runs operations, appends them to ``nodes``, and can restore older tensors that they wrote."""
+def _tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
-    def __init__(self, nodes: list[_Node]) -> None:
+
+class _Recorder(TorchDispatchMode):
+    """Runs operations, appends them to ``calls``, and can restore older tensors that they wrote."""
+
+    def __init__(self, calls: list[Any]) -> None:
         super().__init__()
-        self._nodes = nodes
+        self._calls = calls
         self._new_storages: dict[int, torch.UntypedStorage] = {}  # made during the capture
         # For each older storage that was written: a tensor in it, and a copy of the storage.
         self._saved: dict[int, tuple[Tensor, torch.UntypedStorage]] = {}
@@ -157,24 +174,26 @@ class _Recorder(TorchDispatchMode):
                 f"{func} was called while a graph was captured. It needs a value, or a size that"
                 " depends on values, on the host, and there are no values yet."
             )
-        inputs = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         written = _written_by(func, args, kwargs)
-        for tensor in written:
-            self.save_values(tensor)
+        self._save_values(written)
         result = func(*args, **kwargs)
-        outputs = [v for v in tree_leaves(result) if isinstance(v, Tensor)]
-        shared = {memory_of(t) for t in inputs}
-        made = [(k, t.detach()) for k, t in enumerate(outputs) if memory_of(t) not in shared]
-        for _, tensor in made:
-            self._new_storages[memory_of(tensor)] = tensor.untyped_storage()
-        if (made or written) and func.overloadpacket not in _EMPTY:
-            # Detached, so that the graph holds memory and no autograd history.
-            fixed_args, fixed_kwargs = tree_map_only(Tensor, lambda t: t.detach(), (args, kwargs))
-            self._nodes.append(_Node(lambda: func(*fixed_args, **fixed_kwargs), made))
-            if func.namespace == "c10d":
-                self._nodes[-1] = _Node(
-                    lambda: Work.unbox(func(*fixed_args, **fixed_kwargs)[1]).wait(), []
-                )
+        shared = {memory_of(tensor) for tensor in _tensors_in((args, kwargs))}
+        made = [
+            (position, tensor.detach())
+            for position, tensor in enumerate(_tensors_in(result))
+            if memory_of(tensor) not in shared
+        ]
+        self._new_storages.update((memory_of(t), t.untyped_storage()) for _, t in made)
+        # Detached, so that the graph holds memory and no autograd history.
+        fixed_args, fixed_kwargs = tree_map_only(Tensor, lambda t: t.detach(), (args, kwargs))
+
+        def run() -> Any:
+            return func(*fixed_args, **fixed_kwargs)
+
+        if func.namespace == "c10d":
+            self._calls.append((lambda: Work.unbox(run()[1]).wait(), []))
+        elif (made or written) and func.overloadpacket not in _EMPTY:
+            self._calls.append((run, made))
         return result
 
     def record_call(self, run: Callable[[], Any], written: Sequence[Tensor]) -> Any:
@@ -184,18 +203,19 @@ class _Recorder(TorchDispatchMode):
             run: makes the call; its result must be the same object in each replay.
             written: tensors that the call writes to.
         """
-        for tensor in written:
-            self.save_values(tensor)
-        self._nodes.append(_Node(run, []))
+        self._save_values(written)
+        self._calls.append((run, []))
         with _disable_current_modes():
             return run()
 
-    def save_values(self, tensor: Tensor) -> None:
-        key = memory_of(tensor)
-        if key not in self._new_storages and key not in self._saved:
-            self._saved[key] = tensor.detach(), tensor.untyped_storage().clone()
+    def _save_values(self, written: Sequence[Tensor]) -> None:
+        for tensor in written:
+            key = memory_of(tensor)
+            if key not in self._new_storages and key not in self._saved:
+                self._saved[key] = tensor.detach(), tensor.untyped_storage().clone()
 
     def undo(self) -> None:
+        """Restore older tensors."""
         with torch._C.DisableTorchFunctionSubclass():
             # hazard: slots of two units may share memory; reversed, the oldest values win.
             for tensor, values in reversed(self._saved.values()):
@@ -203,53 +223,63 @@ class _Recorder(TorchDispatchMode):
                 tensor.untyped_storage().copy_(values)
 
 
-@contextmanager
-def _record_random_states(recorder: _Recorder) -> Iterator[None]:
-    real_get, real_set = real = torch.get_rng_state, torch.set_rng_state
+def _record_exchanges(communicator: LocalCollectives, recorder: _Recorder) -> dict[str, Any]:
+    """Return replacements for methods of ``communicator`` that record each exchange as one call.
 
-    def get_rng_state() -> Tensor:
-        with _disable_current_modes():
-            state = real_get()
-        recorder.record_call(lambda: state.copy_(real_get()), [])
-        return state
+    Communicators on the CPU number their exchanges, and use other memory for each. So the tensor
+    operations inside of an exchange cannot be repeated, but the exchange itself can: between the
+    same tensors, and in the same order on every rank.
+    """
+    running: list[str] = []  # the exchange that runs
 
-    torch.get_rng_state = get_rng_state
-    torch.set_rng_state = lambda new_state: recorder.record_call(lambda: real_set(new_state), [])
-    try:
-        yield
-    finally:
-        torch.get_rng_state, torch.set_rng_state = real
+    def make_recorded(name: str) -> Callable[..., Any]:
+        real = getattr(communicator, name)
+
+        def exchange(*args: Any) -> Any:
+            if running:
+                return real(*args)  # a part of the exchange that runs
+            # Each replay of the start puts a work here, and each replay of the wait removes it.
+            works: list[Any] = []
+
+            def start() -> Any:
+                running.append(name)
+                try:
+                    # Looked up again: in a replay the method may be one that takes the time.
+                    result = getattr(communicator, name)(*args)
+                finally:
+                    running.pop()
+                works[:] = [result] if hasattr(result, "wait") else []
+                return result
+
+            def wait() -> Any:
+                return recorder.record_call(lambda: works.pop().wait(), [])
+
+            result = recorder.record_call(start, _tensors_in(args))
+            return SimpleNamespace(wait=wait) if works else result
+
+        return exchange
+
+    return {name: make_recorded(name) for name in _EXCHANGES}
 
 
 def _written_by(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
     """Return the tensors that an operation writes to."""
     if func.namespace == "c10d":  # schemas of collectives mark no writes
-        return [v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
-    found = []
+        return _tensors_in((args, kwargs))
+    found = [args[k] for k in _UNMARKED_WRITES.get(func.overloadpacket, ())]
     for k, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[k] if k < len(args) else kwargs.get(argument.name)
-            found += [v for v in tree_leaves(value) if isinstance(v, Tensor)]
-    for k in _UNMARKED_WRITES.get(func.overloadpacket, ()):
-        found += [args[k]] if isinstance(args[k], Tensor) else []
-    return found
+            found.append(args[k] if k < len(args) else kwargs.get(argument.name))
+    return _tensors_in(found)
 
 
 def _waits_for_device(func: Any, args: tuple) -> bool:
     """Return whether an operation needs a value, or a size that depends on values, on the host."""
-    if func.overloadpacket in (
-        _aten.index,
-        _aten.index_put,
-        _aten.index_put_,
-        _aten._unsafe_index_put,
-    ):
-        indices = args[1]
-        return any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in indices)
-    if func.overloadpacket is _aten._linalg_check_errors:
-        return True  # torch gives it no tag for this
-    return (
-        torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
-    )
+    if func.overloadpacket in _INDEXING:
+        return any(t.dtype in (torch.bool, torch.uint8) for t in _tensors_in(args[1]))
+    # Torch gives the check of `torch.linalg` no tag for this.
+    is_check = func.overloadpacket is _aten._linalg_check_errors
+    return is_check or not _ON_THE_HOST.isdisjoint(func.tags)
 
 
 def describe_line(file: str, line: int) -> str:
@@ -267,7 +297,7 @@ class ReportsWaits(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _waits_for_device(func, args):
             caller: FrameType | None = sys._getframe(1)
-            while caller is not None and caller.f_code.co_filename.startswith(_PLUMBING):
+            while caller is not None and caller.f_code.co_filename.startswith(_TORCH):
                 caller = caller.f_back
             if caller is not None and not caller.f_code.co_filename.startswith(OURS):
                 place = describe_line(caller.f_code.co_filename, caller.f_lineno)

@@ -20,7 +20,7 @@ from lightning_zero3.callbacks import CUDAGraphStep
 from lightning_zero3.callbacks.graphs.compare import first_difference, same
 from lightning_zero3.callbacks.graphs.device import CudaGraphs
 from lightning_zero3.callbacks.graphs.fingerprint import Fingerprint, names_read, state_of
-from lightning_zero3.callbacks.graphs.preconditions import GraphCaptureError
+from lightning_zero3.callbacks.graphs.runner import GraphCaptureError
 
 NAN, INF = float("nan"), float("inf")
 
@@ -317,8 +317,8 @@ def test_a_wrong_replay_never_reaches_the_weights_while_it_is_verified(strategy,
         replay(graph)
         replays.append(graph)
         if len(replays) > 2:  # of a forward and a backward, at the capture
-            for node in graph._nodes:
-                for _, target in node.targets:
+            for _, targets in graph._calls:
+                for _, target in targets:
                     if target.is_floating_point():
                         target.add_(0.5)
 

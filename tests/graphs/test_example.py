@@ -24,7 +24,7 @@ def load():
     [
         ({"optimizer": True}, "6 of 13 micro-batches replayed, 3 verified, 1 shapes captured"),
         ({"strategy": "zero3"}, "6 of 13 micro-batches replayed, 3 verified, 1 shapes captured"),
-        ({"refused": True, "modules": ["model"]}, "replayed model 6 times"),
+        ({"refused": True, "modules": ["model"]}, "replayed module 'model' 6 times"),
     ],
     ids=["optimizer", "zero3", "modules"],
 )

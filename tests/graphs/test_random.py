@@ -9,7 +9,7 @@ import torch
 
 from helpers.tracking import needs_cuda
 from lightning_zero3.callbacks.graphs.device import CudaGraphs
-from lightning_zero3.callbacks.graphs.random_states import HOME, CapturedRandomStates, RandomStates
+from lightning_zero3.callbacks.graphs.random_states import CapturedRandomStates, RandomStates
 
 
 class State:
@@ -123,13 +123,12 @@ def step(device):
 
 
 def test_replays_draw_what_eager_steps_draw(monkeypatch):
-    device, watched = Device(monkeypatch), RandomStates(torch.cuda)
+    device, watched = Device(monkeypatch), RandomStates()
     forward, backward = step(device)
-    with watched.track_calls(forward=True):
+    with watched.track_calls():
         forward()
-    with watched.track_calls(forward=False):
-        backward()
-    assert watched.offsets == [4, 16] and watched.position == HOME and watched.is_home
+    backward()
+    assert watched.offsets == [4, 16]
 
     states = CapturedRandomStates(torch.device("cuda", 0), watched.offsets)
     forward, backward = step(device)
@@ -174,13 +173,12 @@ def test_replays_on_a_gpu_draw_what_eager_steps_draw():
 
 
 def compare_replays(graphs):
-    watched = RandomStates(torch.cuda)
+    watched = RandomStates()
     forward, backward = step(Gpu())
-    with watched.track_calls(forward=True):
+    with watched.track_calls():
         forward()
-    with watched.track_calls(forward=False):
-        backward()
-    pair, captured = graphs.make_pair([], watched.offsets), []
+    backward()
+    pair, captured = graphs.make_pair(watched.offsets), []
     for graph, program in zip(pair, step(Gpu()), strict=True):
         with graph.capture():
             captured += program()
@@ -201,21 +199,28 @@ def compare_replays(graphs):
 def test_a_capture_that_saves_other_states_is_an_error(monkeypatch):
     device = Device(monkeypatch)
     states = CapturedRandomStates(torch.device("cuda", 0), [4])
-    with pytest.raises(RuntimeError, match="other random states than the eager one"):
+    with pytest.raises(RuntimeError, match="saved other random states than in eager steps"):
         device.capture(states, step(device)[0], True)
 
 
-def test_numbers_from_a_state_that_no_graph_can_go_back_to_are_noticed(monkeypatch):
+def test_a_state_that_no_graph_can_go_back_to_is_an_error(monkeypatch):
     """A checkpoint inside of another's second computation saves, sets and draws."""
-    device, watched = Device(monkeypatch), RandomStates(torch.cuda)
-    with watched.track_calls(forward=True):
-        outer = torch.cuda.get_rng_state()
+    device, saved = Device(monkeypatch), []
+    states = CapturedRandomStates(torch.device("cuda", 0), [0])
+
+    def forward():
+        saved.append(torch.cuda.get_rng_state())
         device.draw(4)
-    with watched.track_calls(forward=False):
-        found = torch.cuda.get_rng_state()
-        torch.cuda.set_rng_state(outer)
+
+    def backward():
+        torch.cuda.get_rng_state()
+        torch.cuda.set_rng_state(saved[0])
         inner = torch.cuda.get_rng_state()
-        torch.cuda.set_rng_state(inner)
         device.draw(4)
-        torch.cuda.set_rng_state(found)
-    assert watched.position == HOME and not watched.is_home
+        torch.cuda.set_rng_state(inner)
+
+    device.capture(states, forward, True)
+    home = device.generator.state
+    with pytest.raises(RuntimeError, match="Make the outer one with `use_reentrant=False`"):
+        device.capture(states, backward, False)
+    assert device.generator.state is home

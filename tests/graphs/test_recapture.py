@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from helpers import recorded
 from helpers.recorded import CLASSES, Counting, Net, assert_same_run, fit
-from lightning_zero3.callbacks.graphs.preconditions import GraphCaptureError
+from lightning_zero3.callbacks.graphs.runner import GraphCaptureError
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -399,7 +399,7 @@ class NeverTheSame(Callback):
 
 def test_a_step_that_changes_after_each_capture_is_given_up():
     message = (
-        "Captured steps went out of date 6 times, each time before they had paid; the last time,"
+        "Its graphs went out of date 6 times, each time before they had paid; the last time,"
         " `net.3.p` changed"
     )
     with pytest.raises(GraphCaptureError, match=message):

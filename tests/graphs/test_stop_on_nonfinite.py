@@ -11,7 +11,7 @@ from helpers.ranks import run_ranks
 from helpers.recorded import Net, assert_same_run, fit
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep
-from lightning_zero3.callbacks.graphs.preconditions import GraphCaptureError
+from lightning_zero3.callbacks.graphs.runner import GraphCaptureError
 
 BAD_STEP = 15
 
@@ -20,8 +20,8 @@ class Counting(CUDAGraphStep):
     """Knows how often it replayed, and whether the last step was a replay."""
 
     def _uninstall(self):
-        if self._runner is not None:
-            self.replays, self.replayed = self._runner.captures.replays, self._runner._is_replay
+        if self._runner is not None and self._runner.step is not None:
+            self.replays, self.replayed = self._runner.step.replays, self._runner.step.is_replay
         super()._uninstall()
 
 

@@ -144,11 +144,10 @@ class Counting(CUDAGraphStep):
     """Keeps the figures of its last run."""
 
     def on_train_end(self, trainer, pl_module):
-        runner = self._runner
-        self.steps, self.verified = runner.steps, runner.verified
-        self.replays, self.recaptures = runner.captures.replays, runner.captures.recaptures
-        self.captured = len(runner.captures.graphs())
-        self.memory = self.memory_bytes()
+        step, self.memory = self._runner.step, self.memory_bytes()
+        for name in ("steps", "verified", "replays", "recaptures"):
+            setattr(self, name, getattr(step, name, 0))  # 0 where nothing may be captured
+        self.captured = 0 if step is None else len(step.graphs)
         super().on_train_end(trainer, pl_module)
 
 
