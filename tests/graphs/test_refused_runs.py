@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from helpers.one_line import Small, train
+from helpers.recorded import assert_same
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import AllocatorConfig, CUDAGraphStep
 from lightning_zero3.callbacks.graphs import program
@@ -53,11 +54,17 @@ class Fetches(Small):
         return None
 
 
-class Opaque:
-    """Moved to a device by itself, as Lightning allows."""
+class Hides:
+    """Moved to a device by itself, as Lightning allows; nobody sees the number in it."""
+
+    def __init__(self, value):
+        self.value = torch.tensor(value)
 
     def to(self, *args, **kwargs):
         return self
+
+    def __repr__(self):
+        return "Hides()"
 
 
 @pytest.mark.usefixtures("device")
@@ -106,6 +113,21 @@ def test_runs_that_cannot_be_captured_at_all(module, options, message):
     options = {name: value() if callable(value) else value for name, value in options.items()}
     with pytest.raises(GraphCaptureError, match=message):
         train(module, CUDAGraphStep(software=True, strict=True), **options)
+
+
+def hidden(self, batch, batch_idx, loss):
+    return loss * batch["h"].value
+
+
+@pytest.mark.usefixtures("device")
+def test_what_a_batch_hides_is_found_by_the_comparison():
+    batches = [{"x": torch.ones(4, 3), "h": Hides(float(k))} for k in range(8)]
+    mine, reference = Small(hidden, batches), Small(hidden, batches)
+    message = "An eager step and its replay are not the same: the output is"
+    with pytest.warns(UserWarning, match=message):
+        train(mine, CUDAGraphStep(software=True))
+    train(reference)
+    assert_same(mine.state_dict(), reference.state_dict())
 
 
 @pytest.mark.usefixtures("device")
