@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
 from helpers.parity import trainer
 
@@ -25,7 +25,7 @@ def features(seed: int, *size: int) -> Tensor:
 
 
 class Model(pl.LightningModule):
-    """Trains on its own example input, two samples on each of two ranks."""
+    """Trains on its own example input, twice: two samples on each of two ranks, four on one."""
 
     dynamic_shapes = None
 
@@ -41,7 +41,11 @@ class Model(pl.LightningModule):
         return self.loss(batch[0])
 
     def train_dataloader(self):
-        return DataLoader(TensorDataset(self.example_input_array), batch_size=2)
+        return self.loader(self.example_input_array)
+
+    def loader(self, *inputs):
+        data = TensorDataset(*inputs)
+        return DataLoader(ConcatDataset([data, data]), batch_size=4 // self.trainer.world_size)
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.05)
@@ -86,6 +90,7 @@ class ResNet(Model):
         self.stem = nn.Conv2d(3, 8, 3, 2, 1)
         self.blocks = nn.Sequential(*(Residual(8) for _ in range(2)))
         self.head = nn.Linear(8, 5)
+        self.to(memory_format=torch.channels_last)
         self.example_input_array = features(1, 4, 3, 16, 16)
 
     def forward(self, x):
@@ -142,7 +147,7 @@ class Bert(Model):
         return self(*batch)["logits"].square().mean()
 
     def train_dataloader(self):
-        return DataLoader(TensorDataset(*self.example_input_array.values()), batch_size=2)
+        return self.loader(*self.example_input_array.values())
 
 
 class Vit(Model):
@@ -232,6 +237,7 @@ def fit(module, folder, strategy="auto", devices=1, callbacks=(), **options):
         strategy,
         devices,
         enable_checkpointing=True,
+        use_distributed_sampler=True,
         callbacks=[*callbacks, ModelCheckpoint(folder, "it")],
         **options,
     )

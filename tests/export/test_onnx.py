@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,12 +59,28 @@ def test_a_graph_is_the_eager_model(name, trained, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_command_makes_the_same_files(name, trained):
+def test_the_command_makes_the_same_files(name, trained, tmp_path):
     folder = trained / name
     written = [(folder / file).read_bytes() for file in ("model.onnx", "model.onnx.data")]
     assert len(written[0]) < len(written[1])  # the weights are beside the graph
-    assert main(["export", str(folder / "it.ckpt"), str(folder / "model.onnx")]) == 0
-    again = [(folder / file).read_bytes() for file in ("model.onnx", "model.onnx.data")]
+    skeleton = ["--skeleton", str(folder / "model.onnx.skeleton")]
+    out = str(tmp_path / "model.onnx")
+    assert main(["export", str(folder / "it.ckpt"), out, *skeleton]) == 0
+    again = [(tmp_path / file).read_bytes() for file in ("model.onnx", "model.onnx.data")]
     assert again == written
     program = torch.export.load(folder / "model.onnx.data")
-    assert set(program.state_dict) <= set(torch.load(folder / "it.ckpt")["state_dict"])
+    assert set(program.state_dict) == set(torch.load(folder / "it.ckpt")["state_dict"])
+
+
+def test_a_graph_is_replaced_when_the_new_one_is_complete(trained, monkeypatch, capsys):
+    folder, write = trained / "Tied", Path.write_bytes
+    before = (folder / "model.onnx").read_bytes()
+
+    def half(path, content):
+        write(path, content[: len(content) // 2])
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    assert main(["export", str(folder / "it.ckpt"), str(folder / "model.onnx")]) == 1
+    assert "model.onnx cannot be written: no space left" in capsys.readouterr().err
+    assert (folder / "model.onnx").read_bytes() == before
