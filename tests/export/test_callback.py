@@ -2,12 +2,14 @@
 
 import argparse
 import os
+import pickle
 import subprocess
 import sys
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -163,13 +165,52 @@ def test_the_end_is_the_last_checkpoint(ranks, strategy, options, tmp_path):
         assert torch.equal(outputs(tmp_path / "model.pt2", tokens(5)), module.eval()(tokens(5)))
 
 
+class Masked(Mlp):
+    """With a buffer of a megabyte, which no state dict has."""
+
+    def build(self):
+        super().build()
+        self.register_buffer("mask", torch.ones(2**18), persistent=False)
+
+    def forward(self, x):
+        return super().forward(x) * self.mask[0]
+
+
+def run_weighed(rank, world_size, folder):
+    """Return the buffers, and the bytes of the largest object that this rank sent."""
+    sizes, gather = [], dist.all_gather_object
+
+    def weigh(found, value, *args, **kwargs):
+        sizes.append(len(pickle.dumps(value)))
+        return gather(found, value, *args, **kwargs)
+
+    dist.all_gather_object = weigh
+    try:
+        return run_with(rank, world_size, folder, Masked, {}, {}, {"every": "end"}), max(sizes)
+    finally:
+        dist.all_gather_object = gather
+
+
 def test_buffers_that_no_checkpoint_has_are_those_of_the_end(tmp_path):
-    scale = run_ranks(run_with, 2, tmp_path, Mlp, {}, {}, {"every": "end"})[0]["scale"]
-    x = features(3, 4, 6)
-    assert scale.min() > 1
+    """They are not sent to the other ranks."""
+    (buffers, size), _ = run_ranks(run_weighed, 2, tmp_path)
+    x, scale = features(3, 4, 6), buffers["scale"]
+    assert scale.min() > 1 and size < 100_000
     assert torch.equal(
-        outputs(tmp_path / "model.pt2", x), eager(Mlp, tmp_path / "it.ckpt", x, scale=scale)
+        outputs(tmp_path / "model.pt2", x), eager(Masked, tmp_path / "it.ckpt", x, scale=scale)
     )
+
+
+def test_a_checkpoint_is_read_once_for_all_parts(tmp_path, monkeypatch):
+    opened, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda *a, **k: opened.append(a) or load(*a, **k))
+    module = Mlp()
+    fit(module, tmp_path, callbacks=[ModelExport(modules=["encoder", "heads.a", "heads.b"])])
+    assert len(opened) == 1
+    x = features(3, 4, 8)
+    with torch.no_grad():
+        for name in ("a", "b"):
+            assert torch.equal(outputs(tmp_path / f"it.heads.{name}.pt2", x), module.heads[name](x))
 
 
 class Transposed(Mlp):
