@@ -87,13 +87,8 @@ class ModelExport(Callback):
         verify: bool = False,
     ) -> None:
         is_offered = format in _SUFFIXES and every in ("best", "end")
-        is_end = every == "end"
-        if (
-            not is_offered
-            or verify
-            and (not is_end or format == "onnx")
-            or (is_end and not average)
-        ):
+        is_offered &= not verify or (every == "end" and format != "onnx")
+        if not is_offered or (every == "end" and not average):
             options = f"format={format!r}, every={every!r}, verify={verify}, average={average}"
             raise ValueError(
                 f"ModelExport({options}) is not offered.\n"
@@ -124,7 +119,7 @@ class ModelExport(Callback):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.prepare(trainer)
-        for name in self.parts if self.verify else ():
+        for name in self.parts if self.verify and self._is_traced else ():
             hook = partial(self._note_inputs, name)
             part = pl_module.get_submodule(name)
             self._hooks.append(part.register_forward_pre_hook(hook, with_kwargs=True))
@@ -236,15 +231,15 @@ class ModelExport(Callback):
 
     def _trace_again(self, trainer: Trainer) -> dict[str, Skeleton]:
         """Return skeletons of the model as it is now, or as it was for ``every="best"``."""
-        start = {name: Skeleton.read(self._skeleton(trainer, name)) for name in self.parts}
+        now = None
         try:
             now = self._trace(trainer)
         except CheckpointError as error:
             rank_zero_warn(f"ModelExport: the program is that of the start: {error}")
-            return start
-        if self.every == "end":
+        if now and self.every == "end":
             return now
-        if now != start:
+        start = {name: Skeleton.read(self._skeleton(trainer, name)) for name in self.parts}
+        if now and now != start:
             rank_zero_warn(
                 "ModelExport: what `forward` does or reads beside weights and its arguments has"
                 " changed in training, and the programs have that of the start.\nMake it a buffer"

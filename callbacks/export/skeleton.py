@@ -111,12 +111,13 @@ class _CopyAlone(TorchFunctionMode):
     in the program, and a sharded layer would wait for the other ranks.
 
     Args:
-        names: ``id`` of each module, parameter and buffer that is out of reach -> its name.
+        named: the modules, parameters and buffers that are out of reach, with their names.
     """
 
-    def __init__(self, names: dict[int, str]) -> None:
+    def __init__(self, named: list[tuple[Any, str]]) -> None:
         super().__init__()
-        self._names = names
+        self._named = named  # alive, so nothing else gets their ids
+        self._names = {id(value): name for value, name in named}
 
     @override
     def __enter__(self) -> _CopyAlone:
@@ -185,4 +186,4 @@ def _without_weights(
     its = {id(value) for value in (*bare.modules(), *tensors.values())}
     named = *module.named_modules(), *module.named_parameters(), *module.named_buffers()
     pairs = [(x, key) for key, value in named for x in (value, memo.get(id(value), value))]
-    return bare, tensors, _CopyAlone({id(x): key for x, key in pairs if id(x) not in its})
+    return bare, tensors, _CopyAlone([pair for pair in pairs if id(pair[0]) not in its])

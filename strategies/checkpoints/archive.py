@@ -302,7 +302,7 @@ def export_checkpoint(path: Path, programs: Mapping[Path, Skeleton], average: bo
     for out, skeleton in programs.items():
         if out.exists() and out.samefile(path):
             raise CheckpointError(f"{out} is the checkpoint itself.\nGive another name.")
-        if runs and skeleton.run not in runs:
+        if any(runs) and skeleton.run not in runs:
             raise CheckpointError(
                 f"{path} is of another run than the skeleton, whose model may compute something"
                 " else.\nGive each run a folder of its own, and name the skeleton of this one."
