@@ -87,7 +87,10 @@ def from_yaml(rank, world_size, folder, strategy):
     LightningCLI(Mlp, args=["fit", "--config", str(config)], save_config_callback=None)
 
 
-@pytest.mark.parametrize("strategy, devices", [("auto", 1), ("ddp", 2), ("zero3", 2)])
+@pytest.mark.parametrize(
+    "strategy, devices",
+    [pytest.param("auto", 1, marks=pytest.mark.variant), ("ddp", 2), ("zero3", 2)],
+)
 def test_the_best_checkpoint_of_a_run_from_yaml(strategy, devices, tmp_path):
     if devices == 1:
         from_yaml(0, 1, tmp_path, strategy)
@@ -432,7 +435,9 @@ class Noisy(Mlp):
         self.encoder.append(nn.Dropout(0.5))
 
 
-@pytest.mark.parametrize("format", ["pt2", "torchscript", "onnx"])
+@pytest.mark.parametrize(
+    "format", ["pt2", "torchscript", pytest.param("onnx", marks=pytest.mark.variant)]
+)
 def test_a_run_is_the_same_with_it(format, tmp_path):
     states = []
     for callbacks in ([], [ModelExport(format, modules=["encoder"], every="end")]):

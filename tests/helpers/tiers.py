@@ -24,6 +24,7 @@ LONG = [
     "checkpoints/test_single_file.py::test_more_than_4_gib",
     "data/test_against_accelerate.py::test_random*",
     "data/test_trainer.py::test_kill_at_every_batch*",
+    "export/test_callback.py::test_a_script_is_checked*_spawn-*",
     "export/test_callback.py::test_merged_adapters",
     "export/test_example.py*",
     "export/test_models.py::*[others-*",
