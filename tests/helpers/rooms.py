@@ -75,8 +75,8 @@ ROOMS = [
     Room(
         "strategies/checkpoints",
         "files: one or sharded, atomic",
-        "strategies/support strategies/engine strategies/state_dicts strategies/optimizers"
-        " strategies/launch strategies/data",
+        "strategies/support strategies/collectives strategies/engine strategies/state_dicts"
+        " strategies/optimizers strategies/launch strategies/data",
         f"{_LIGHTNING} safetensors",
         tokens=19_790,
     ),
