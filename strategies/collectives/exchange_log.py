@@ -28,7 +28,7 @@ LOOK_FOR = (
     "\nAll ranks must run the same modules in the same order, load and save together, and take the"
     " same number of steps. Look for what one rank does alone (`strategy.gathered` is for that),"
     " loaders of different length, and branches on a rank's own data or random numbers"
-    " (docs/GUIDE.md, Diverging ranks)."
+    " (docs/understand/failures.md, Diverging ranks)."
 )
 
 

@@ -43,6 +43,7 @@ LONG = [
     "ranks/test_random_gradient_programs.py*",
     "trainer/test_console.py*",
     "trainer/test_launched_faults.py*",
+    "trainer/test_example_notebook.py*",
     "trainer/test_hugging_face.py*",
     "trainer/test_ray.py*",
     "trainer/test_lightning_callbacks.py::test_as_in_one_process*",

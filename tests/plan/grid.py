@@ -131,7 +131,10 @@ class Measured(pl.Callback):
 
     def begin(self, runner: pl.Trainer) -> None:
         """In `training_step`: gradients that are not needed have been freed."""
-        self._before = sum(runner.strategy.memory_ledger().values())
+        self._start(sum(runner.strategy.memory_ledger().values()))
+
+    def _start(self, before: int) -> None:
+        self._before = before
         # it does not see that memory of before is freed
         self._profile = torch.autograd.profiler.profile(profile_memory=True)
         self._profile.__enter__()

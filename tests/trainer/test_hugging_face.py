@@ -190,6 +190,16 @@ def test_an_adapter_is_saved_alone(tmp_path):
     assert any("lora_B" in key and value.any() for key, value in state.items())
 
 
+def test_the_lora_example(tmp_path):
+    example = Path(__file__).parents[2] / "examples" / "lora.py"
+    done = subprocess.run(
+        [sys.executable, example], cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    before, after = done.stdout.split("loss: ")[1].split(" before, ")
+    assert float(after.split()[0]) < float(before) - 0.3
+
+
 def test_the_example(tmp_path):
     example = Path(__file__).parents[2] / "examples" / "hugging_face.py"
     done = subprocess.run(
