@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help=about)
     parser.add_argument("--devices", type=int, required=True, help="ranks on each node")
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--device-memory", type=size, help="of a device: 24GiB")
+    parser.add_argument("--device-memory", type=size, help="of a GPU: 24GiB")
     parser.add_argument("--host-memory", type=size, help="of a node, for offload: 64GiB")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
 
@@ -87,13 +87,15 @@ def show_plan(
         SystemExit: always; its code is 1 if something does not fit.
     """
     asked = json.loads(os.environ[PLAN])
-    ranks, device = asked["devices"] * asked["nodes"], trainer.strategy.root_device
+    ranks = asked["devices"] * asked["nodes"]
+    # a device with memory of its own is none of the host's
+    on_gpu = bool(trainer.strategy.root_device.type != "cpu" or asked["device_memory"])
     module, plans, world_size = trainer.lightning_module, {}, min(shard_size or ranks, ranks)
     steppings = {each: find_stepping(each, torch.device("cpu")) for each in trainer.optimizers}
     for kind in (options["offload"], parse_offload("optimizer"), parse_offload("parameters")):
         its = {**options, "offload": kind}, world_size
         units = _lay_out(module, trainer.optimizers, *its)
-        state = count_state(units, module, steppings, *its, device.type != "cpu")
+        state = count_state(units, module, steppings, *its, on_gpu)
         plans[kind] = units, state
     units, mine = plans[options["offload"]]
     dtypes = {id(e.parameter): c.dtype for u in units for c in u.chunks for e in c.entries}
@@ -115,7 +117,7 @@ def show_plan(
         kept = min(activations, activations if moves is None else moves)
         state.update({} if comment else {"activations": kept})
         moments = [kept, state["gradients"] + max(last, state["optimizer's step"])]
-        if gradients_stay or device.type != "cpu" or state["host"]:
+        if gradients_stay or on_gpu or state["host"]:
             moments[0] += state["gradients"]
         state["host"] += activations - kept
         state["most in a step"] = sum(state[name] for name in _LASTING) + max(moments)

@@ -41,3 +41,11 @@ def test_readme_is_short_and_leads_to_files():
 
 def test_keys_are_those_of_the_callbacks():
     assert keys.PAGE.read_text() == keys.render()
+
+
+def test_included_examples_are_run_by_tests():
+    pages = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    included = set(re.findall(r'--8<-- "examples/(.+?)"', pages))
+    tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    assert len(included) > 8
+    assert [name for name in included if name not in tests] == []

@@ -113,7 +113,7 @@ ROOMS = [
         "what a run will need, before it starts",
         "strategies/engine strategies/optimizers",
         _LIGHTNING,
-        tokens=2_702,
+        tokens=2_705,
     ),
     Room(
         "strategies/zero3",
