@@ -29,6 +29,7 @@ LONG = [
     "export/test_example.py*",
     "export/test_models.py::*[others-*",
     "faults/test_elastic.py*",
+    "faults/test_example_elastic.py*",
     "faults/test_example_restart.py*",
     "faults/test_random_kills.py*",
     "faults/test_two_hosts.py*",
