@@ -38,13 +38,13 @@ ROOMS = [
         packages="torch numpy",
         tokens=1_212,
     ),
-    Room("strategies/collectives", "every exchange between ranks", tokens=6_571),
+    Room("strategies/collectives", "every exchange between ranks", tokens=6_624),
     Room(
         "strategies/engine",
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=35_140,
+        tokens=35_181,
     ),
     Room(
         "strategies/state_dicts",
@@ -78,14 +78,14 @@ ROOMS = [
         "strategies/support strategies/collectives strategies/engine strategies/state_dicts"
         " strategies/optimizers strategies/launch strategies/data",
         f"{_LIGHTNING} safetensors",
-        tokens=19_790,
+        tokens=19_863,
     ),
     Room(
         "strategies/numerics",
         "precision, and the first nan or inf",
         "strategies/support strategies/engine",
         _LIGHTNING,
-        tokens=4_215,
+        tokens=4_301,
     ),
     Room(
         "strategies/liveness",
@@ -106,14 +106,14 @@ ROOMS = [
         "Lightning's callbacks on shards",
         "strategies/collectives strategies/engine",
         _LIGHTNING,
-        tokens=3_309,
+        tokens=3_065,
     ),
     Room(
         "strategies/plan",
         "what a run will need, before it starts",
         "strategies/engine strategies/optimizers",
         _LIGHTNING,
-        tokens=2_705,
+        tokens=2_722,
     ),
     Room(
         "strategies/zero3",
@@ -166,7 +166,7 @@ ROOMS = [
         "the training step as CUDA graphs",
         "strategies/support strategies/collectives strategies/engine strategies/liveness",
         f"{_LIGHTNING} numpy torchmetrics lightning_utilities",
-        tokens=21_111,
+        tokens=16_649,
     ),
     Room(
         "callbacks/cuda_backend",
@@ -180,7 +180,7 @@ ROOMS = [
         "models as programs, out of shards",
         "strategies/checkpoints",
         f"{_LIGHTNING} onnx onnx_ir",
-        tokens=4_977,
+        tokens=5_001,
     ),
     Room(
         "callbacks",
