@@ -38,7 +38,10 @@ from .optimizers.trial import train_copy
 
 DESCRIPTION = "tell what memory each rank of a training needs, from its script, without the ranks"
 PLAN = "LIGHTNING_ZERO3_PLAN"  # set for a script that is to be planned: options as JSON
-_CLI = "import lightning_zero3; from lightning.pytorch.cli import LightningCLI; LightningCLI()"
+_CLI = (
+    "import lightning_zero3; from lightning.pytorch.cli import LightningCLI;"
+    " LightningCLI(save_config_callback=None)"
+)
 _LASTING = ("parameters", "optimizer state", "unsharded units", "reduce buffer", "buffers")
 _SHOWN = (*_LASTING, "gradients", "activations", "optimizer's step", "most in a step", "host")
 

@@ -37,6 +37,7 @@ LONG = [
     "graphs/test_ranks.py::test_what_one_rank_cannot_capture*",
     "callbacks/test_memory_cost.py*",
     "offload/test_example.py*",
+    "plan/test_plan.py::test_a_configuration",
     "plan/test_plan.py::test_other_options",
     "plan/test_plan.py::test_the_grid*",
     "plan/test_plan.py::test_what_fits",

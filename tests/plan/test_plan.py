@@ -1,5 +1,6 @@
 """What `plan` says of a training, and what the training then has."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,6 @@ import sys
 import torch
 from lightning.pytorch import Trainer
 import lightning_zero3
-sys.path.insert(0, {tests!r})
 from plan.grid import Model
 
 class Asks(Model):
@@ -60,14 +60,29 @@ Trainer(strategy="zero3", devices=2, accelerator="cpu", logger=False).fit(kind("
 print("trained")
 """
 
+MINE = """
+from plan.grid import Model
+
+class Mine(Model):
+    def __init__(self):
+        super().__init__("wide", None, "fused")
+"""
+
 
 @pytest.fixture
 def tell(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT.format(tests=str(Path(__file__).parents[1])))
+    (tmp_path / "train.py").write_text(SCRIPT)
 
     def run(*arguments):
         command = [sys.executable, "-m", "lightning_zero3", "plan", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=100)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            timeout=100,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        )
         assert "trained" not in done.stdout
         return done.returncode, done.stdout
 
@@ -83,6 +98,14 @@ def test_what_fits(tell):
         "--devices", "8", "--device-memory", "14MiB", "--host-memory", "20MiB", "train.py"
     )
     assert code == 1 and "it would" not in text
+
+
+def test_a_configuration(tell, tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    text = "trainer: {strategy: zero3, devices: 2, accelerator: cpu, logger: false}\n"
+    (tmp_path / "config.yaml").write_text(f"{text}model: {{class_path: mine.Mine}}\n")
+    code, text = tell("--devices", "8", "config.yaml")
+    assert code == 0 and "Mine: each of 8 ranks needs" in text
 
 
 def test_a_step_that_asks_for_values(tell):
