@@ -13,6 +13,7 @@ FAST = [
     "data/test_order.py*",
     "test_format.py*",
     "test_layering.py*",
+    "test_site.py*",
     "test_types.py*",
 ]
 # With `--all` alone: what takes long and changes rarely.
