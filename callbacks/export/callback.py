@@ -106,7 +106,8 @@ class ModelExport(Callback):
     @property
     @override
     def state_key(self) -> str:
-        return self._generate_state_key(format=self.format, modules=self.parts, every=self.every)
+        names = ("format", "parts", "every", "dirpath")
+        return self._generate_state_key(**{name: getattr(self, name) for name in names})
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -288,7 +288,7 @@ class Tanh(Small):
 
 
 def test_two_runs_in_a_folder_and_one_that_is_resumed(tmp_path, capsys):
-    fit(Tanh(), tmp_path, callbacks=[ModelExport(), ModelExport(modules=["layer"])])
+    fit(Tanh(), tmp_path, callbacks=[ModelExport(), ModelExport(dirpath=str(tmp_path / "b"))])
     fit(Small(), tmp_path, callbacks=[ModelExport()])
     out, checkpoint = tmp_path / "out.pt2", tmp_path / "it-v1.ckpt"
     assert main(["export", str(tmp_path / "it.ckpt"), str(out)]) == 1
@@ -614,6 +614,27 @@ def test_what_the_command_cannot_do(tmp_path, capsys):
         assert said in error and error.count("\n") == 2, error
     assert not (tmp_path / "out.pt2").exists() and (tmp_path / "folder.pt2" / "file").exists()
     assert all((tmp_path / name).read_bytes() == before for name, before in kept.items())
+
+
+class Code:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return exec, (f"open({str(self.file)!r}, 'w')",)
+
+
+def test_code_in_a_checkpoint_is_not_run(tmp_path):
+    fit(Small(), tmp_path, callbacks=[ModelExport()])
+    content, ran = torch.load(tmp_path / "it.ckpt", weights_only=True), tmp_path / "ran"
+    torch.save({**content, "hyper_parameters": {"x": Code(ran)}}, tmp_path / "other.ckpt")
+    assert main(["export", str(tmp_path / "other.ckpt"), str(tmp_path / "out.pt2")]) == 0
+    assert not ran.exists()
+    assert (tmp_path / "out.pt2").read_bytes() == (tmp_path / "it.pt2").read_bytes()
+    torch.load(tmp_path / "other.ckpt", weights_only=False)
+    assert ran.exists()  # it would have
 
 
 def test_files_go_where_all_ranks_see_them(tmp_path):
