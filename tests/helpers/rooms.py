@@ -113,7 +113,7 @@ ROOMS = [
         "what a run will need, before it starts",
         "strategies/engine strategies/optimizers",
         _LIGHTNING,
-        tokens=2_722,
+        tokens=2_725,
     ),
     Room(
         "strategies/zero3",
@@ -180,7 +180,7 @@ ROOMS = [
         "models as programs, out of shards",
         "strategies/checkpoints",
         f"{_LIGHTNING} onnx onnx_ir",
-        tokens=5_001,
+        tokens=5_010,
     ),
     Room(
         "callbacks",
