@@ -45,10 +45,10 @@ class CUDAGraphStep(Callback):
     **Seen late, or not.** Any other value that changes within an epoch, when the step is no longer
     verified, is found at the next epoch's first micro-batch, and replays since the change have
     computed with the old value: a number in a global, in a closure, in an object other than a
-    namespace or dataclass; in a list or dict of more than 64 items; a branch that some values of
-    `batch_idx` take. What a step does to
-    objects outside of its module (appends to a global list, writes a file) is not repeated by
-    replays, and not seen.
+    namespace or dataclass; in a list or dict of more than 64 items; an object in a batch that
+    prints the same and holds something else; a branch that some values of `batch_idx` take. What a
+    step does to objects outside of its module (appends to a global list, writes a file) is not
+    repeated by replays, and not seen.
 
     **Hooks and gradients.** Forward hooks may compute with tensors; everything else in them happens
     only in eager steps. On a single device and with `ddp`, gradients lie in the same memory in all

@@ -27,7 +27,12 @@ def is_constant(value: Any) -> bool:
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors of inputs or an output, in a fixed order."""
     found: list[Tensor] = []
-    apply_to_collection(value, Tensor, found.append)
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor  # a packed sequence is made anew, and must have tensors
+
+    apply_to_collection(value, Tensor, note)
     return found
 
 

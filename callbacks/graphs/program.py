@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from .compare import States, first_difference, tensors_in, values_in
 from .device import CudaGraphs, Graph, SoftwareGraphs
@@ -411,7 +412,11 @@ def signature(inputs: Any) -> Hashable:
         place = tensor.stride(), tensor.device
         return tensor.shape, tensor.dtype, tensor.requires_grad, place
 
-    return repr(apply_to_collection(inputs, Tensor, describe))
+    # Recurrent layers read `batch_sizes` on the host: a graph would keep the values.
+    plain = apply_to_collection(
+        inputs, PackedSequence, lambda p: ("packed", p.data, p.batch_sizes.tolist())
+    )
+    return repr(apply_to_collection(plain, Tensor, describe))
 
 
 class Run(Enum):

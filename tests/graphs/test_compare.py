@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 from helpers import recorded
 from helpers.one_line import Small, train
@@ -20,6 +21,7 @@ from lightning_zero3.callbacks import CUDAGraphStep
 from lightning_zero3.callbacks.graphs.compare import first_difference, same
 from lightning_zero3.callbacks.graphs.device import CudaGraphs
 from lightning_zero3.callbacks.graphs.fingerprint import Fingerprint, names_read, state_of
+from lightning_zero3.callbacks.graphs.program import signature
 from lightning_zero3.callbacks.graphs.runner import GraphCaptureError
 
 NAN, INF = float("nan"), float("inf")
@@ -37,6 +39,23 @@ NAN, INF = float("nan"), float("inf")
 )
 def test_tensors_are_the_same_bit_by_bit(a, b, expected):
     assert same(torch.tensor(a), torch.tensor(b)) is expected
+
+
+def test_inputs_that_one_graph_can_take_have_the_same_signature():
+    def packed(*lengths):
+        return {"p": pack_sequence([torch.randn(n, 2) for n in lengths])}
+
+    x = torch.randn(2, 3)
+    assert signature({"x": x, "n": 1}) == signature({"x": x + 1, "n": 1})
+    for other in (
+        {"x": x, "n": True},
+        {"x": x, "n": 1.0},
+        {"x": x.T, "n": 1},
+        {"x": x[:1], "n": 1},
+    ):
+        assert signature(other) != signature({"x": x, "n": 1})
+    # as many rows and steps
+    assert signature(packed(3, 3, 1)) != signature(packed(3, 2, 2)) == signature(packed(3, 2, 2))
 
 
 def test_half_of_the_digits_where_kernels_are_noisy():

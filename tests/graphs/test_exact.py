@@ -6,8 +6,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 from helpers import recorded
+from helpers.one_line import Small, train
 from helpers.recorded import CLASSES, Counting, Frees, Net, assert_same, assert_same_run, fit, half
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep, CUDAMemoryTracker
@@ -112,6 +114,24 @@ def test_attention_with_a_mask_and_dropout(precision):
     mine = fit(Attends(), callback, precision=precision, max_epochs=3)
     assert callback.replays >= 5
     assert_same_run(mine, fit(Attends(), precision=precision, max_epochs=3))
+
+
+def pads(self, batch, batch_idx, loss):
+    packed = batch["p"]
+    hidden, lengths = pad_packed_sequence(packed._replace(data=self.layer(packed.data)))
+    return loss + hidden[-1].square().sum()  # of those that are the longest
+
+
+def test_packed_sequences_of_other_lengths_are_other_shapes():
+    def batch(*lengths):
+        return {"x": torch.randn(4, 3), "p": pack_sequence([torch.randn(n, 3) for n in lengths])}
+
+    batches = [batch(*lengths) for lengths in ((3, 3, 1), (3, 2, 2)) * 6]
+    mine, reference, callback = Small(pads, batches), Small(pads, batches), Counting(software=True)
+    train(mine, callback, max_epochs=3)
+    train(reference, max_epochs=3)
+    assert callback.captured == 2 and callback.replays > 10
+    assert_same(mine.state_dict(), reference.state_dict())
 
 
 class Predicts(Net):
