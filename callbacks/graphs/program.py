@@ -435,6 +435,7 @@ class Record:
 
     Attributes:
         graphs: the captured graphs; None before the capture.
+        problems: why a step with such inputs cannot be captured; one that comes seldom need not be.
         offsets: see :class:`~.random_states.RandomStates`; of the last eager run.
         given: of a module's last watched run with a backward, which outputs got gradients.
         kind: numbers, and shapes of tensors, that the last eager run returned and logged, by name.
@@ -444,6 +445,7 @@ class Record:
     """
 
     graphs: Any = None
+    problems: list[str] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     given: list[bool] = field(default_factory=list)
     kind: dict[str, Any] | None = None
@@ -544,6 +546,10 @@ class Program(Part):
             return Run.VERIFY, record
         return Run.REPLAY, record
 
+    def problems_of(self, record: Record) -> list[str]:
+        """Return the list that gets the problems of an eager run."""
+        return self.problems
+
     def states(self) -> States:
         """Copy what the program changes in place."""
         return States(self.module, self.fit.device)
@@ -552,9 +558,9 @@ class Program(Part):
         self, record: Record, program: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Run the forward eagerly; return the run and the output."""
-        graphs = record.graphs
+        graphs, problems = record.graphs, self.problems_of(record)
         states = [] if graphs is None else [self.states]
-        eager = EagerRun(self.fit, self.module, self.problems, *states)
+        eager = EagerRun(self.fit, self.module, problems, *states)
         output = eager.forward(program, *args, **kwargs)
         if graphs is None:
             record.watched += 1
@@ -570,7 +576,7 @@ class Program(Part):
             turns = "in one step", "in the next"
             change = None if before is None else first_difference(before, record.kind, turns)
             if change is not None:
-                self.problems.append(
+                problems.append(
                     f"What is logged or returned changes from step to step: {change}. {_REMEDY}"
                 )
         return eager, output

@@ -195,6 +195,10 @@ class Step(Program):
         if self.fit.engine is not None:
             self.fit.engine.expect_graphs(False)
 
+    def problems_of(self, record: Record) -> list[str]:
+        """Return the list that gets the problems of an eager run."""
+        return record.problems if record.graphs is None else self.problems
+
     def states(self) -> States:
         """Copy what a step changes in place."""
         return States(self.fit.root, self.fit.device, True, self.fit.engine)
@@ -252,14 +256,18 @@ class Step(Program):
             return Run.PLAIN, Record()
         if any(is_stale):
             self.recapture(changes)
-        return self.choose(digests)
+        run, record = self.choose(digests)
+        if run is Run.CAPTURE:
+            self.problems += record.problems
+            self._agree([])
+        return (Run.PLAIN, Record()) if self.is_eager else (run, record)
 
     def _run_eagerly(self, record: Record, args: Any) -> Any:
         """Run eagerly, and compare a replay, if there is one, when the backward is over."""
         eager, output = self.run_eagerly(record, self._eager_step, args, {})
         self._run_backward, loss = eager.backward, loss_of(output)
         if not isinstance(loss, Tensor):  # and no backward comes
-            self.problems.append(_NO_LOSS)
+            self.problems_of(record).append(_NO_LOSS)
         elif record.graphs is not None and loss.requires_grad:
             loss.register_hook(lambda grad: setattr(eager, "root_grads", [grad.detach().clone()]))
             self._compare = partial(self._compare_with_replay, record.graphs, eager)

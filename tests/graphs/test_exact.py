@@ -134,6 +134,22 @@ def test_packed_sequences_of_other_lengths_are_other_shapes():
     assert_same(mine.state_dict(), reference.state_dict())
 
 
+class PrintsAtTheEnd(Net):
+    """Of the last batch of an epoch, which is smaller: no graph holds that."""
+
+    def training_step(self, batch, batch_idx):
+        if len(batch["x"]) < self.batch_size:
+            print("the last batch")
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_a_shape_does_that_is_never_captured_is_no_problem_of_others(capsys):
+    callback = Counting(software=True, strict=True)
+    mine = fit(PrintsAtTheEnd(batch_size=8), callback, max_epochs=5)
+    assert callback.replays > 10 and capsys.readouterr().out.count("the last batch") == 5
+    assert_same_run(mine, fit(PrintsAtTheEnd(batch_size=8), max_epochs=5))
+
+
 class Predicts(Net):
     def predict_step(self, batch, batch_idx):
         return self(batch["x"])
