@@ -52,7 +52,7 @@ def state_of(value: Any, depth: int = 2) -> Any:
     address.
     """
     if isinstance(value, dict) and not value:
-        return dict  # as most tables of hooks are: a short way
+        return dict
     if is_constant(value):
         return repr(value)
     if isinstance(value, Tensor):
@@ -188,8 +188,10 @@ class Fingerprint:
         found = []
         for name, table, key, fixed, state in self._spots:
             value = table.get(key)
-            if value is not fixed and state_of(value) != state:
-                found.append(name)
+            # Most are constants, or empty tables of hooks: two short ways.
+            if value is fixed or (state is dict and value == {}) or state_of(value) == state:
+                continue
+            found.append(name)
         now = self._read_others()
         if now != self._before:
             names = dict.fromkeys([*self._before, *now])
