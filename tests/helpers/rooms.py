@@ -166,7 +166,7 @@ ROOMS = [
         "the training step as CUDA graphs",
         "strategies/support strategies/collectives strategies/engine strategies/liveness",
         f"{_LIGHTNING} numpy torchmetrics lightning_utilities",
-        tokens=16_815,
+        tokens=16_826,
     ),
     Room(
         "callbacks/cuda_backend",
