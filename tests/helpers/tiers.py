@@ -48,6 +48,7 @@ LONG = [
     "trainer/test_launched_faults.py*",
     "trainer/test_example_notebook.py*",
     "trainer/test_hugging_face.py*",
+    "trainer/test_launchers.py*",
     "trainer/test_ray.py*",
     "trainer/test_lightning_callbacks.py::test_as_in_one_process*",
     "trainer/test_nonfinite.py::test_every_rank*",
