@@ -322,7 +322,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             state = count_state(self.engine.units, module, *its)
             nbytes = sum(state.values()) - state["host"] - state["optimizer's step"]
             units = f"{len(self.engine.units)} unit{'s' * (len(self.engine.units) > 1)}"
-            self.tell_start(f"{units}, {size_text(nbytes)} of each rank")
+            self.tell_start(f"{units}, {size_text(nbytes)} on each rank without activations")
         if self.engine.host is not None:
             self._tell_offload()
         if self.engine.activations is not None:

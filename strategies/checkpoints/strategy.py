@@ -483,7 +483,8 @@ class CheckpointStrategy(ProcessStrategy):
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             missing, unexpected = compare_keys(module.state_dict(keep_vars=True), state)
             require_fit(module, missing, unexpected, strict)
-            self._pending_weights = [*self._pending_weights, (state, source)]
+            fitting = {key: value for key, value in state.items() if key not in unexpected}
+            self._pending_weights = [*self._pending_weights, (fitting, source)]
             return missing, unexpected
         # before loading, which then converts from the digits in the file
         self.precision_plugin.convert_module(module)
@@ -506,7 +507,15 @@ class CheckpointStrategy(ProcessStrategy):
         if self.engine.collectives.world_size > 1:
             self._group = dist.group.WORLD
         self._frozen = frozen_names(self.lightning_module)
+        names = self.lightning_module.state_dict(keep_vars=True)
         for state, source in self._pending_weights:
+            # hazard: a renamed layer would be initialised anew, and nobody told
+            if lost := compare_keys(names, state)[1]:
+                raise CheckpointError(
+                    f"Weights of {lost[0]!r} (and {len(lost) - 1} more) were loaded into a model on"
+                    " the meta device, which has no such name any more.\nLoad them after the last"
+                    " change of names (`get_peft_model` is one)."
+                )
             load_state_dict(self.engine, self.lightning_module, state, False, source)
         self._pending_weights = ()
         self._compare_base()

@@ -86,6 +86,7 @@ class Initializer:
             else:
                 unset.append((name, p))
                 waiting[self._owners[id(p)]] = None
+                self._require_no_adapter(name, self._owners[id(p)])
             torch.utils.swap_tensors(p, nn.Parameter(value, requires_grad=p.requires_grad))
         here = {id(p) for _, p in named}
         for module in waiting:
@@ -106,6 +107,21 @@ class Initializer:
                     f"Parameter {name!r} is on the meta device and {type(owner).__name__} has no"
                     " `reset_parameters()` to initialise it with. Add that method, or create the"
                     " module on the CPU."
+                )
+
+    def _require_no_adapter(self, name: str, module: nn.Module) -> None:
+        """Refuse layers of peft's, which the model's ``_init_weights`` would initialise as its own.
+
+        What they begin with (zeros, so that an adapter changes nothing) is known to their
+        constructor alone.
+        """
+        for around in self._upwards(module):
+            if hasattr(type(around), "adapter_layer_names"):
+                raise ValueError(
+                    f"Parameter {name!r} is of an adapter that was added on the meta device, where"
+                    f" its initial values are lost.\nGive it memory and values:"
+                    " `layer.lora_A.to_empty(device='cpu')`, the same for `lora_B`, and"
+                    " `layer.reset_lora_parameters(adapter, True)` (docs/howto/lora.md)."
                 )
 
     def _with_parents(self, modules: Iterable[nn.Module], here: set[int]) -> dict[nn.Module, None]:

@@ -181,6 +181,34 @@ def test_weights_are_loaded_before_the_model_is_sharded(tmp_path):
         assert_same_tensors(weights, expected)
 
 
+class Renamed(Lit):
+    """A layer gets another name after the weights were loaded, as `get_peft_model` gives them."""
+
+    folder = ""
+
+    def configure_model(self):
+        if not hasattr(self, "late"):
+            with torch.device("meta"):
+                self.late = torch.nn.Sequential(torch.nn.Linear(2, 2))
+            self.trainer.strategy.load_weights(f"{self.folder}/late", strict=False)
+            self.late = torch.nn.Sequential(self.late)
+
+
+def rename(rank, world_size, folder):
+    WeightsSave(
+        {"late.0.weight": torch.ones(2, 2), "late.0.bias": torch.ones(2)}, Path(folder) / "late"
+    ).write()
+    module = Renamed(RECIPE, no_gradients)
+    module.folder = folder
+    trainer(zero3(), world_size).fit(module)
+
+
+def test_weights_whose_layer_is_renamed_are_missed(tmp_path):
+    told = r"Weights of 'late.0.bias' \(and 1 more\) .*no such name any more.\nLoad them after"
+    with pytest.raises(AssertionError, match=told):
+        run_ranks(rename, 1, str(tmp_path), timeout=60)
+
+
 class Tied(Callback):
     def __init__(self, folder):
         self.folder, self.errors = folder, []

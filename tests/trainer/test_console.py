@@ -97,7 +97,7 @@ def test_one_line_is_ours(printed):
     assert len(ours) == 1, ours
     [(line, count)] = ours.items()
     assert line.startswith("zero3: 2 ranks on 1 node, gloo, started by ") and count == 1
-    assert line.endswith("; 1 unit, NUMBER MiB of each rank")
+    assert line.endswith("; 1 unit, NUMBER MiB on each rank without activations")
 
 
 def test_lines_of_ddp_that_are_missing(printed):

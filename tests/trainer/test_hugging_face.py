@@ -2,12 +2,14 @@
 parts, written as `from_pretrained` loads them.
 """
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
 import peft
+import pytest
 import torch
 import transformers
 from torch.utils.data import DataLoader
@@ -188,6 +190,59 @@ def test_an_adapter_is_saved_alone(tmp_path):
     for key, value in state.items():
         assert torch.equal(loaded[key.removeprefix("model.")], value)
     assert any("lora_B" in key and value.any() for key, value in state.items())
+
+
+class AdaptedOnMeta(Adapted):
+    """On a base that is never whole on a rank."""
+
+    is_given_values = True
+
+    def __init__(self, folder):
+        pl.LightningModule.__init__(self)
+        self.folder = folder
+
+    def configure_model(self):
+        build, config = MODELS["llama"]
+        with torch.device("meta"):
+            model = build(config)
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+        self.model = peft.get_peft_model(model, lora)
+        for layer in self.model.modules():
+            if self.is_given_values and hasattr(layer, "reset_lora_parameters"):
+                layer.lora_A.to_empty(device="cpu")
+                layer.lora_B.to_empty(device="cpu")
+                layer.reset_lora_parameters("default", True)
+        renamed = r"\1.base_layer.weight"
+        names = {"^": "model.base_model.model.", r"(q_proj|v_proj)\.weight$": renamed}
+        self.trainer.strategy.load_weights(self.folder, key_mapping=names, strict=False)
+
+    def on_fit_start(self):
+        self.start = full_weights(self.trainer)
+
+
+def adapt_on_meta(rank, world_size, folder):
+    module = AdaptedOnMeta(folder)
+    module.is_given_values = False
+    told = r"lora_A.default.weight' is of an adapter that was added on the meta device"
+    with pytest.raises(ValueError, match=told):
+        trainer(zero3(unit_policy=None), world_size, max_epochs=1).fit(module)
+    module = AdaptedOnMeta(folder)
+    trainer(zero3(unit_policy=None), world_size, max_epochs=1).fit(module)
+    return module.start
+
+
+def test_an_adapter_on_a_base_that_is_never_whole(tmp_path):
+    build, config = MODELS["llama"]
+    torch.manual_seed(1)
+    base = build(config)
+    base.save_pretrained(tmp_path)
+    start, _ = run_ranks(adapt_on_meta, 2, str(tmp_path), timeout=60)
+    for key, value in base.state_dict().items():
+        renamed = re.sub(r"(q_proj|v_proj)\.weight$", r"\1.base_layer.weight", key)
+        assert torch.equal(start[f"model.base_model.model.{renamed}"], value), key
+    for key, value in start.items():
+        if "lora_" in key:
+            assert value.any() == ("lora_A" in key), key
 
 
 def test_the_lora_example(tmp_path):
