@@ -87,7 +87,8 @@ def show_plan(
         gradients_stay: whether gradients are there in the next forward.
 
     Raises:
-        SystemExit: always; its code is 1 if something does not fit.
+        SystemExit: always; its code is 1 if something does not fit, 2 if activations could not be
+            counted.
     """
     asked = json.loads(os.environ[PLAN])
     ranks = asked["devices"] * asked["nodes"]
@@ -114,7 +115,8 @@ def show_plan(
         activations = _count_activations(trainer, dtypes)
     except Exception as error:
         comment = f", without activations ({type(error).__name__}: {str(error).splitlines()[0]})"
-    fits, moves = {}, options["activations"]
+    lacks, moves = {}, options["activations"]
+    has_limit = bool(asked["device_memory"] or asked["host_memory"])
     for kind, (_, state) in plans.items():
         # what is under way to the host is not counted
         kept = min(activations, activations if moves is None else moves)
@@ -124,9 +126,12 @@ def show_plan(
             moments[0] += state["gradients"]
         state["host"] += activations - kept
         state["most in a step"] = sum(state[name] for name in _LASTING) + max(moments)
-        on_host = state["host"] * asked["devices"]
-        most = asked["device_memory"] or state["most in a step"], asked["host_memory"] or on_host
-        fits[kind] = state["most in a step"] <= most[0] and on_host <= most[1]
+        needed = {"device": state["most in a step"], "host": state["host"] * asked["devices"]}
+        lacks[kind] = {
+            place: nbytes - asked[f"{place}_memory"]
+            for place, nbytes in needed.items()
+            if asked[f"{place}_memory"] and nbytes > asked[f"{place}_memory"]
+        }
     if asked["json"]:
         print(json.dumps({**mine, "units": [unit.name for unit in units]}))
     else:
@@ -140,16 +145,30 @@ def show_plan(
                 name not in mine and name in ("activations", "optimizer state") and not mine["host"]
             ):
                 print(f"  {name:<18}{'not counted':>14}")
-        if fits[options["offload"]]:
-            print("It fits.")
-        else:
-            others = [f"offload={kind.kind!r}" for kind in plans if kind and fits[kind]]
-            print("It does not fit.", f"With {' or '.join(others)} it would." if others else "")
+        its_lack = lacks[options["offload"]]
+        if its_lack:
+            missing = [f"{place} lacks {size_text(n)}" for place, n in its_lack.items()]
+            print(f"It does not fit: the {', and the '.join(missing)}.")
+            for kind, (_, state) in plans.items():
+                if kind is not None and kind is not options["offload"]:
+                    on_host = size_text(state["host"] * asked["devices"])
+                    verdict = "not enough" if lacks[kind] else "it would fit"
+                    on_device = size_text(state["most in a step"])
+                    print(
+                        f"  offload={kind.kind!r}: {on_device} on a device,"
+                        f" {on_host} on a host: {verdict}"
+                    )
             print(
-                "Activations leave with activations='host', and shrink with torch.utils.checkpoint"
+                "Activations shrink with torch.utils.checkpoint, smaller batches"
+                " (accumulate_grad_batches)"
+                + ("" if moves is not None else " and activations='host'")
+                + "; state shrinks with more ranks."
             )
-            print("and smaller batches (accumulate_grad_batches); state shrinks with more ranks.")
-    raise SystemExit(not fits[options["offload"]])
+        elif has_limit and comment:
+            print("State alone fits. Activations could not be counted, so all may not fit.")
+        elif has_limit:
+            print("It fits, without the CUDA context, NCCL's buffers and fragmentation.")
+    raise SystemExit(1 if lacks[options["offload"]] else 2 if has_limit and comment else 0)
 
 
 def size_text(nbytes: int) -> str:
@@ -201,7 +220,16 @@ def count_state(
     Returns:
         bytes by what they are for; "host" is what offload keeps in host memory of all this.
     """
-    offload, found = options["offload"], State(buffers=sum(b.nbytes for b in module.buffers()))
+    offload, found = (
+        options["offload"],
+        State(
+            buffers=sum(
+                t.nbytes
+                for b in module.buffers()
+                for t in ((b._indices(), b._values()) if b.is_sparse else (b,))
+            )
+        ),
+    )
     for chunk in (chunk for unit in units for chunk in unit.chunks):
         nbytes = chunk.layout.shard_numel * chunk.master_dtype.itemsize
         if isinstance(chunk, HostChunk):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -319,10 +319,13 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         if self.global_rank == 0:
             size, is_on_gpu = self._communicator.world_size, self.root_device.type != "cpu"
             its = self._groups.steppings, self._engine_options(), size, is_on_gpu
-            state = count_state(self.engine.units, module, *its)
-            nbytes = sum(state.values()) - state["host"] - state["optimizer's step"]
-            units = f"{len(self.engine.units)} unit{'s' * (len(self.engine.units) > 1)}"
-            self.tell_start(f"{units}, {size_text(nbytes)} on each rank without activations")
+            told = f"{len(self.engine.units)} unit{'s' * (len(self.engine.units) > 1)}"
+            # an optimizer or a model that cannot be counted must not end a run
+            with suppress(Exception):
+                state = count_state(self.engine.units, module, *its)
+                nbytes = sum(state.values()) - state["host"] - state["optimizer's step"]
+                told += f", {size_text(nbytes)} on each rank without activations"
+            self.tell_start(told)
         if self.engine.host is not None:
             self._tell_offload()
         if self.engine.activations is not None:

@@ -27,8 +27,8 @@ _CHUNK_WORDS = 1 << 18  # words of 8 bytes that a checksum multiplies at a time
 LOOK_FOR = (
     "\nAll ranks must run the same modules in the same order, load and save together, and take the"
     " same number of steps. Look for what one rank does alone (`strategy.gathered` is for that),"
-    " loaders of different length, and branches on a rank's own data or random numbers"
-    " (docs/understand/failures.md, Diverging ranks)."
+    " loaders of different length, and branches on a rank's own data"
+    " (docs/understand/failures.md#diverging-ranks)."
 )
 
 
@@ -65,7 +65,7 @@ class Meeting(enum.IntEnum):
             " before a forward outside of a step, when it has stored parameters between steps)"
         ),
     )
-    SAVE = -14, "save a checkpoint or weights, or collect a state dict, which all ranks do together"
+    SAVE = -14, "save a checkpoint, weights or a state dict, which is for all ranks"
 
     def __new__(cls, label: int, description: str) -> Meeting:
         """Make the member, an int that equals its label."""

@@ -102,7 +102,7 @@ class Activations:
     def describe(self) -> str:
         """One line that says what lies where."""
         if self._device.type == "cpu":
-            return "Activations: the device is the host, and nothing is saved."
+            return "Activations: the device is the host, and no memory is saved."
         kept = f" but for {self._budget / 2**30:.2f} GiB" if self._budget else ""
         return f"Activations: what layers save for backward goes to host memory{kept}."
 

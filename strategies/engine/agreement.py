@@ -21,7 +21,7 @@ from .unit import Exchange, Unit
 # By `Exchange`.
 _VERBS = (
     "unshard unit {}",
-    "read or save weights of unit {} (which one rank does alone in `strategy.gathered` only)",
+    "read or save weights of unit {} (one rank alone: in `strategy.gathered`)",
     "read gradients of unit {}",
     "reduce the gradients of unit {}",
 )

@@ -165,7 +165,7 @@ class Host:
     def describe(self, chunks: Sequence[Chunk]) -> str:
         """One line that says what of all ``chunks`` lies where."""
         if self.device.type == "cpu":
-            return "Offload: the device is the host, and nothing is saved."
+            return "Offload: the device is the host, and no memory is saved."
         on_device = sum(
             tensor.nbytes * (1 if isinstance(chunk, HostChunk) or not chunk.trained else 2)
             for chunk in chunks

@@ -28,7 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     for name, module in COMMANDS.items():
         command = importlib.import_module(module)
         command.add_arguments(
-            subparsers.add_parser(name, help=command.DESCRIPTION, description=command.DESCRIPTION)
+            subparsers.add_parser(
+                name, help=command.DESCRIPTION, description=command.DESCRIPTION, allow_abbrev=False
+            )
         )
     arguments = parser.parse_args(argv)
     try:

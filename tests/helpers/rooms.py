@@ -44,7 +44,7 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=35_181,
+        tokens=35_244,
     ),
     Room(
         "strategies/state_dicts",
@@ -78,7 +78,7 @@ ROOMS = [
         "strategies/support strategies/collectives strategies/engine strategies/state_dicts"
         " strategies/optimizers strategies/launch strategies/data",
         f"{_LIGHTNING} safetensors",
-        tokens=19_863,
+        tokens=19_917,
     ),
     Room(
         "strategies/numerics",
@@ -113,7 +113,7 @@ ROOMS = [
         "what a run will need, before it starts",
         "strategies/engine strategies/optimizers",
         _LIGHTNING,
-        tokens=2_725,
+        tokens=2_870,
     ),
     Room(
         "strategies/zero3",
@@ -122,7 +122,7 @@ ROOMS = [
         " strategies/launch strategies/data strategies/checkpoints strategies/numerics"
         " strategies/liveness strategies/evaluation strategies/adapters strategies/plan",
         _LIGHTNING,
-        tokens=3_259,
+        tokens=3_270,
     ),
     Room(
         "strategies",
@@ -137,7 +137,7 @@ ROOMS = [
         "what users import, and its commands",
         "strategies/support strategies/state_dicts strategies",
         "",
-        tokens=360,
+        tokens=364,
     ),
     Room(
         "strategies/lightning_zero3/ray",

@@ -91,13 +91,14 @@ def tell(tmp_path):
 
 def test_what_fits(tell):
     code, text = tell("--devices", "8", "--device-memory", "1GiB", "train.py")
-    assert code == 0 and "It fits." in text and "net.*.* x 4" in text
+    assert code == 0 and "It fits, without" in text and "net.*.* x 4" in text
     code, text = tell("--devices", "8", "--device-memory", "14MiB", "train.py")
-    assert code == 1 and "With offload='optimizer' or offload='parameters' it would." in text
+    assert code == 1 and "It does not fit: the device lacks " in text
+    assert text.count("it would fit") == 2 and "activations='host'" in text
     code, text = tell(
         "--devices", "8", "--device-memory", "14MiB", "--host-memory", "20MiB", "train.py"
     )
-    assert code == 1 and "it would" not in text
+    assert code == 1 and "it would fit" not in text and text.count("not enough") == 2
 
 
 def test_a_configuration(tell, tmp_path):
@@ -110,5 +111,6 @@ def test_a_configuration(tell, tmp_path):
 
 def test_a_step_that_asks_for_values(tell):
     code, text = tell("--devices", "2", "--device-memory", "1GiB", "train.py", "--asks")
-    assert code == 0 and "without activations (DataDependentOutputException" in text
+    assert code == 2 and "without activations (DataDependentOutputException" in text
+    assert "State alone fits" in text and "It fits" not in text
     assert plan(GRID[-1], 2)["most in a step"] > 0

@@ -25,7 +25,7 @@ TOLD = {
     "gradient": "read gradients of unit net",
     "gathered": "enter `strategy.gathered`, which is for all ranks",
     "forward": "unshard unit net",
-    "values": "or save them, in unit net",
+    "values": "read or save weights of unit net",
 }
 ELSEWHERE = {
     "wait for the others at a barrier": lambda module: module.trainer.strategy.barrier(),
