@@ -225,6 +225,7 @@ def apart_while_one_waits(rank, world_size):
         communicator.reduce_scatter(blocks[0], 0),
         communicator.all_gather(blocks[1], 1 + rank),
     )
+    dist.barrier()  # while rank 0 waits for a late rank 1, it would read, and end, the first
     with pytest.raises(DivergenceError) as caught:
         (reduced if rank else gathered).wait()
     return str(caught.value)
