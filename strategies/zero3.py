@@ -7,6 +7,7 @@ import os
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from itertools import chain
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -36,6 +37,7 @@ from .engine import (
     FUSED,
     ActivationsKind,
     OffloadKind,
+    OptimizerStep,
     UnitPolicy,
     Zero3Engine,
     gathered,
@@ -52,7 +54,6 @@ from .numerics.precision import (
     WireDtype,
     convert,
     gather_dtypes,
-    global_norm,
     kept_names,
     wire_dtype,
 )
@@ -255,15 +256,18 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         )
 
     def _convert_precision(self, plugin: Precision) -> Precision:
-        return convert(plugin, self._sum_over_ranks, self._shards_of)
+        return convert(plugin, self._norm_of, self._shards_of)
 
-    def _sum_over_ranks(self, value: Tensor) -> Tensor:
+    def _step_of(self, optimizer: Optimizer) -> OptimizerStep:
         assert self.engine is not None
-        return self.engine.collectives.all_reduce(value.to(self.root_device))
+        return self.engine.steps[getattr(optimizer, "_optimizer", optimizer)]
 
     def _shards_of(self, optimizer: Optimizer) -> AbstractContextManager[list[Tensor]]:
+        return self._step_of(optimizer).shards()
+
+    def _norm_of(self, optimizer: Optimizer) -> Tensor:
         assert self.engine is not None
-        return self.engine.steps[getattr(optimizer, "_optimizer", optimizer)].shards()
+        return self.engine.gradient_norm(chain(*self._step_of(optimizer).entries()))
 
     # --------------------------------------------------------------------------------------- set-up
 
@@ -355,12 +359,15 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
 
     def _build_engine(self) -> Zero3Engine:
         assert self._communicator is not None
+        options = self._engine_options()
+        if self._communicator.world_size == 1:  # sends nothing, also where offload copies shards
+            options |= {"wire_dtype": lambda name, p: torch.float32, "reduce_dtype": None}
         return Zero3Engine(
             self._trainer.lightning_module,
             self.optimizers,
             device=self.root_device,
             collectives=self._communicator,
-            **self._engine_options(),
+            **options,
         )
 
     def _engine_options(self) -> dict[str, Any]:
@@ -549,7 +556,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         clipped yet.
 
         Returns:
-            fp32, or float64 if a gradient is.
+            fp32, or float64 if a parameter is.
 
         Raises:
             ResidencyError: the gradients are not there (inside of ``training_step``), or on their
@@ -557,9 +564,9 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         """
         assert self.engine is not None
         self.engine.adopt_gradients()
-        parts = self.engine.gradients.parts()
-        is_double = any(part.dtype in (torch.float64, torch.complex128) for part in parts)
-        norm = global_norm(parts, self._sum_over_ranks)
+        trained = self.engine.gradients.trained
+        norm = self.engine.gradient_norm(trained)
+        is_double = any(e.dtype in (torch.float64, torch.complex128) for e in trained)
         return norm if is_double else norm.float()
 
     def _follow_groups(self) -> None:

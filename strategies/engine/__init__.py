@@ -29,7 +29,7 @@ and written outside of a unit's use. The others can wait: build (set-up), buffer
 the ranks compare), uneven (steps that some ranks do not run), debug, graph_replay (what a captured
 graph does to units), offload and host_steps (shards in host memory), activations (what is saved,
 in host memory), memory_ledger, and the small
-ones: forward_order, isolation, torch_functions, streams, module_tree.
+ones: norms, forward_order, isolation, torch_functions, streams, module_tree.
 """
 
 from .access import gathered

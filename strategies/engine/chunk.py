@@ -73,6 +73,7 @@ class Chunk:
     numbers: slice  # of its parameters, among all that are trained
     gradients: Tensor | None = None  # [shard], reduced; None: nobody needs the memory now
     has_sums = False  # `gradients` are to be added to
+    squared_norms: Tensor | None = None  # [parameters] of its gradients, where they are known
 
     def __init__(
         self,

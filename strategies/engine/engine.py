@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
@@ -335,6 +335,15 @@ class Zero3Engine:
             )
         self.access.require_unwritten()
         self._adopt_values()
+
+    def gradient_norm(self, entries: Iterable[Entry]) -> Tensor:
+        """The 2-norm [] of the gradients of ``entries``, in float64; collective.
+
+        Raises:
+            ResidencyError: as :meth:`Gradients.full`.
+        """
+        square = self.gradients.squared_norm(entries).to(self.device)
+        return self.collectives.all_reduce(square).sqrt()
 
     def states(self, optimizer: Optimizer) -> dict[Any, State]:
         """The state of ``optimizer`` by what it steps on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from ..collectives import ExchangeLog, Setting
 from .chunk import Chunk, Entry
+from .norms import squared_norms
+from .offload import HostChunk
 from .reduction import Reducer
 from .sharded import ResidencyError
 from .unit import Unit
@@ -148,6 +151,7 @@ class Gradients:
         gradients. As :meth:`require_complete`.
         """
         self.require_complete(entry for entries in groups for entry in entries)
+        self.forget_norms()  # kernels may unscale gradients as they step
         self._exchange_log.record_step(
             [
                 self._present(
@@ -186,16 +190,37 @@ class Gradients:
             self._full = unit.gradients()
         return self._full[entry.name].clone()
 
-    def parts(self) -> list[Tensor]:
-        """This rank's parts [elements] of all gradients that there are, in the chunks' memory.
+    def squared_norm(self, entries: Iterable[Entry]) -> Tensor:
+        """The squared 2-norm [] of this rank's parts of all gradients that there are, in float64.
 
         Raises:
             ResidencyError: as :meth:`full`.
         """
-        there = [entry for entry in self.trained if self.present(entry)]
-        for entry in there:
+        by_chunk: dict[Chunk, list[Entry]] = defaultdict(list)
+        for entry in filter(self.present, entries):
             self._require_readable(entry)
-        return [part for entry in there if (part := self.part(entry)) is not None]
+            by_chunk[entry.chunk].append(entry)
+        found: dict[Chunk, Tensor] = {}
+        unknown: dict[torch.device, dict[Chunk, list[Tensor]]] = defaultdict(dict)
+        for chunk, its in by_chunk.items():
+            if isinstance(chunk, HostChunk):
+                chunk.host.wants_norms = True  # from the next backward on
+            if (known := chunk.squared_norms) is not None and len(known) == len(its):
+                found[chunk] = known
+            else:
+                gradients = chunk.room_for_gradients()
+                unknown[gradients.device][chunk] = [entry.part_of(gradients) for entry in its]
+        for parts in unknown.values():
+            norms = squared_norms([part for its in parts.values() for part in its])
+            found |= zip(parts, norms.split([*map(len, parts.values())]), strict=True)
+        zero = torch.zeros(1, dtype=torch.float64)
+        in_order = [found[chunk] for chunk in by_chunk]
+        on_host = torch.cat([zero, *(norms for norms in in_order if norms.device == zero.device)])
+        on_device = [norms for norms in in_order if norms.device != zero.device]
+        # what lies in host memory is one copy to the device
+        return torch.cat(
+            [*on_device, on_host.to(on_device[0].device)] if on_device else [on_host]
+        ).sum()
 
     def _require_readable(self, entry: Entry) -> None:
         if self.over and not self.has_gradient(entry):
@@ -213,6 +238,11 @@ class Gradients:
     def forget(self) -> None:
         """The shards may have changed: read them anew."""
         self._full = {}
+
+    def forget_norms(self) -> None:
+        """Gradients may have changed in place."""
+        for chunk in self.chunks:
+            chunk.squared_norms = None
 
     def assign(self, entry: Entry, grad: Tensor) -> None:
         """Store a whole gradient that all ranks have; local."""
@@ -236,6 +266,7 @@ class Gradients:
             entry.chunk.has_sums = False
         self.used[entry.number] = self._shown[entry.number] = 1
         self._incomplete.pop(entry, None)
+        entry.chunk.squared_norms = None
         return entry.part_of(entry.chunk.gradients_or_zeros())
 
     def clear(self, entry: Entry) -> None:

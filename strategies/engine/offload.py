@@ -28,6 +28,7 @@ from torch import Tensor
 
 from .chunk import Chunk
 from .layout import REGION_BYTES, round_up
+from .norms import squared_norms
 from .streams import Stream
 
 OffloadKind = Literal["optimizer", "parameters"]
@@ -150,6 +151,7 @@ class Host:
         self, offload: Offload, chunks: Sequence[HostChunk], device: torch.device, worker: Executor
     ) -> None:
         self.kind, self.device, self.worker = offload.kind, device, worker
+        self.wants_norms = False  # of gradients, while they are on the device
         for chunk in chunks:
             chunk.host = self
         room = max(
@@ -359,10 +361,14 @@ class Arrival:
 
     def copy(self, total: Tensor) -> None:
         """In the stream of reductions: send ``total``, scaled unless that is done as it is
-        added.
+        added. Its norms are those of the gradients, if these are nothing else.
         """
+        chunk = self.chunk
+        chunk.squared_norms = None
         if self.room is None:
             total.mul_(self.scale)
+            if chunk.host.wants_norms and total.dtype == chunk.master_dtype:
+                chunk.squared_norms = squared_norms([e.part_of(total) for e in chunk.entries])
         self.target.copy_(total, non_blocking=True)
 
     def end(self, mark: Any) -> None:

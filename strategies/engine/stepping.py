@@ -434,6 +434,7 @@ class OptimizerStep:
             self._swap_back()
             shards.store(groups)
             self.engine.gradients.forget()
+            self.engine.gradients.forget_norms()
 
     def _before(
         self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]

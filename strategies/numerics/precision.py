@@ -35,7 +35,7 @@ _CAST_MODULES = (
 )
 
 WireDtype = Literal["bf16"]
-SumOverRanks = Callable[[Tensor], Tensor]
+NormOf = Callable[[Optimizer], Tensor]  # of the gradients of all ranks that it steps on
 # a context in which an optimizer's groups hold this rank's shards; it gives their gradients
 ShardsOf = Callable[[Optimizer], AbstractContextManager[list[Tensor]]]
 
@@ -44,15 +44,15 @@ class _ShardedClipping(Precision):
     """Clips by the norm of the whole gradient, of which each rank has a part.
 
     Args:
-        sum_over_ranks: adds a tensor over all ranks.
+        norm_of: see :data:`NormOf`.
         shards_of: see :data:`ShardsOf`.
     """
 
     def __init__(
-        self, *args: object, sum_over_ranks: SumOverRanks, shards_of: ShardsOf, **kwargs: object
+        self, *args: object, norm_of: NormOf, shards_of: ShardsOf, **kwargs: object
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._sum_over_ranks, self._shards_of = sum_over_ranks, shards_of
+        self._norm_of, self._shards_of = norm_of, shards_of
 
     @override
     def clip_gradients(
@@ -72,8 +72,7 @@ class _ShardedClipping(Precision):
 
         The factor is that of ``torch.nn.utils.clip_grad_norm_``.
         """
-        norm = global_norm(self._gradients, self._sum_over_ranks)
-        factor = torch.clamp(clip_val / (norm + 1e-6), max=1.0)
+        factor = torch.clamp(clip_val / (self._norm_of(optimizer) + 1e-6), max=1.0)
         for device in {grad.device for grad in self._gradients}:  # offload has two
             its = [grad for grad in self._gradients if grad.device == device]
             here = factor.to(device)
@@ -196,32 +195,7 @@ def _unscale_for(optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
     found[device] = total.clamp(max=1)
 
 
-def global_norm(grads: list[Tensor], sum_over_ranks: SumOverRanks) -> Tensor:
-    """Return the 2-norm [] of the concatenation of all ranks' ``grads``, in float64; collective.
-
-    One fp32 sum over a large shard would lose digits. On the CPU, where a sum in float64 makes a
-    copy, norms of runs of 64 Ki elements are combined in float64.
-    """
-    there = [grad for grad in grads if grad.device.type != "cpu"]
-    there = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in there]
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in there]
-    if here := [grad for grad in grads if grad.device.type == "cpu"]:
-        whole = [grad.numel() >> 16 << 16 for grad in here]
-        # by all threads: with offload nothing else runs meanwhile
-        runs = [
-            torch.linalg.vector_norm(grad[:stop].view(-1, 1 << 16), dim=1)
-            for grad, stop in zip(here, whole, strict=True)
-            if stop
-        ]
-        rest = [grad[stop:] for grad, stop in zip(here, whole, strict=True)]
-        found = torch.cat([*runs, torch.stack(torch._foreach_norm(rest))]).double()
-        # one copy to the device for all that is in host memory
-        norms += found.to(there[0].device if there else "cpu").unbind()
-    total = torch.stack(norms or [torch.zeros((), dtype=torch.float64)]).square().sum()
-    return sum_over_ranks(total).sqrt()
-
-
-def convert(plugin: Precision, sum_over_ranks: SumOverRanks, shards_of: ShardsOf) -> Precision:
+def convert(plugin: Precision, norm_of: NormOf, shards_of: ShardsOf) -> Precision:
     """Return the plugin for sharded gradients that replaces Lightning's ``plugin``.
 
     Raises:
@@ -229,7 +203,7 @@ def convert(plugin: Precision, sum_over_ranks: SumOverRanks, shards_of: ShardsOf
     """
     if isinstance(plugin, _ShardedClipping):
         return plugin
-    shared: dict[str, Any] = {"sum_over_ranks": sum_over_ranks, "shards_of": shards_of}
+    shared: dict[str, Any] = {"norm_of": norm_of, "shards_of": shards_of}
     if type(plugin) is Precision:
         return Zero3Precision(**shared)
     if type(plugin) is MixedPrecision:

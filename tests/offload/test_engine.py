@@ -17,6 +17,7 @@ from lightning_zero3.strategies.collectives import LocalCollectives, make_collec
 from lightning_zero3.strategies.engine import (
     Offload,
     Zero3Engine,
+    gradients,
     host_steps,
     offload,
     reduction,
@@ -24,6 +25,7 @@ from lightning_zero3.strategies.engine import (
 )
 from lightning_zero3.strategies.engine.chunk import Chunk
 from lightning_zero3.strategies.engine.layout import ChunkLayout
+from lightning_zero3.strategies.engine.norms import squared_norms
 from lightning_zero3.strategies.engine.offload import Host, HostChunk, start_worker
 from lightning_zero3.strategies.engine.streams import Stream
 from lightning_zero3.strategies.optimizers.param_groups import ParamGroups
@@ -73,6 +75,10 @@ def step(engine, model, batch):
     return loss.item()
 
 
+def gradient_norm(engine):
+    return engine.gradient_norm(engine.gradients.trained).item()
+
+
 def train(rank, world_size, where, late, optimizer="adamw", steps=6, micro=1, bf16=False):
     """Losses, weights and optimizer state."""
     engine, optimizer, model = build(world_size, where, late, optimizer, bf16)
@@ -82,7 +88,10 @@ def train(rank, world_size, where, late, optimizer="adamw", steps=6, micro=1, bf
         for number in range(micro):
             its = tuple(t.chunk(micro)[number] for t in part(batch, rank, world_size))
             losses.append(step(engine, model, its))
-        losses.append(model.head.weight.grad.norm().item())
+        losses.append(gradient_norm(engine))
+        with engine.steps[optimizer].shards() as shards:
+            torch._foreach_mul_(shards, 0.9)
+        losses += [gradient_norm(engine), model.head.weight.grad.norm().item()]
         optimizer.step()
         schedule.step()
         with torch.no_grad():
@@ -95,6 +104,25 @@ def train(rank, world_size, where, late, optimizer="adamw", steps=6, micro=1, bf
     }
     engine.unshard()
     return losses, dict(model.named_parameters()) | state
+
+
+def test_norms_are_computed_on_the_device_while_gradients_are_there():
+    """They are of host memory in the first step, where nobody knew, and of sums of micro-batches."""
+    engine, optimizer, model = build(1, Offload("parameters"), True)
+    [batch] = tokens(1)
+    on_host = []
+    with patch.object(
+        gradients, "squared_norms", lambda parts: on_host.append(1) or squared_norms(parts)
+    ):
+        for micro_batches, is_on_host in ((1, True), (1, False), (2, True), (1, False)):
+            for _ in range(micro_batches):
+                step(engine, model, batch)
+            on_host.clear()
+            norm = gradient_norm(engine)
+            assert bool(on_host) == is_on_host
+            whole = torch.cat([p.grad.flatten() for p in model.parameters()]).double().norm()
+            assert norm == pytest.approx(whole.item(), rel=1e-6)
+            optimizer.zero_grad()
 
 
 OPTIONS = [

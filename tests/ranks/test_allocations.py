@@ -4,6 +4,7 @@ device.
 
 from collections import Counter
 from contextlib import nullcontext
+from itertools import chain
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def clip(engine, optimizer):
     from lightning_zero3.strategies.numerics.precision import Zero3Precision
 
     plugin = Zero3Precision(
-        sum_over_ranks=engine.collectives.all_reduce,
+        norm_of=lambda optimizer: engine.gradient_norm(chain(*engine.steps[optimizer].entries())),
         shards_of=lambda optimizer: engine.steps[optimizer].shards(),
     )
     plugin.clip_gradients(optimizer, 0.1)
