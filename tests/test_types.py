@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def check(folder: Path) -> subprocess.CompletedProcess[str]:
     """Run mypy in a folder with the package in it; a second run takes a few seconds."""
-    arguments = ["--config-file", str(ROOT / "pyproject.toml"), "-p", "lightning_zero3"]
+    arguments = ["--config-file", str(ROOT / "pyproject.toml"), "-p", "lightning_zero3", "-n", "2"]
     return subprocess.run(
         [sys.executable, "-m", "mypy", *arguments, "--cache-dir", str(ROOT / ".mypy_cache")],
         cwd=folder,
