@@ -120,11 +120,9 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         reduce_once: with ``accumulate_grad_batches``, each rank adds up the gradients of its
             micro-batches and reduces the sum with the last one, instead of each by itself: fewer
             bytes, for a full-size fp32 gradient in every rank's memory.
-        data: how loaders are shared out over the ranks and resumed; see
-            :class:`~lightning_zero3.strategies.data.DataOptions`. With
+        data: how loaders are shared out over the ranks and resumed, see `DataOptions`. With
             ``Trainer(use_distributed_sampler=False)`` loaders are left alone.
-        checkpoint: one file or a sharded directory; see
-            :class:`~lightning_zero3.strategies.checkpoints.CheckpointOptions`.
+        checkpoint: one file or a sharded directory, see `CheckpointOptions`.
         debug: compare each unit with its shards at the end of its use, between several ranks: a
             write past torch (by a pointer, an array), which would be lost, is an error that names
             the parameter.

@@ -174,7 +174,7 @@ def test_a_planted_fault_is_found(case, tmp_path):
     assert len(faults) == 1 and expected in faults[0], faults
 
 
-def test_the_picture_is_of_the_table():
+def test_the_page_has_the_table():
     assert picture_in(PICTURE.read_text(encoding="utf-8")) == draw(ROOMS), (
         "run tests/helpers/rooms.py"
     )

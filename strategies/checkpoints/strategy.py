@@ -160,7 +160,7 @@ class CheckpointStrategy(ProcessStrategy):
         """Return the full state dict in CPU memory on rank 0, an empty one elsewhere; collective.
 
         Raises:
-            CheckpointError, DivergenceError: as :meth:`save_checkpoint`.
+            CheckpointError, DivergenceError: as `save_checkpoint`.
         """
         self._require_all_ranks("Collecting the state dict")
         return gather_on_rank_zero(self.lightning_module_state_dict(), self.global_rank) or {}

@@ -1,6 +1,6 @@
 """The rooms of the package: what each may import, and how large it may be.
 
-    python tests/helpers/rooms.py    # rooms with their tokens; writes the picture in ARCHITECTURE.md
+    python tests/helpers/rooms.py    # rooms with their tokens; writes the table in ARCHITECTURE.md
 
 A room is a folder of `strategies/` or `callbacks/`, or a file that stands beside them. Its size is
 counted in tokens of Python code, without comments and docstrings, which formatting does not change.
@@ -236,28 +236,21 @@ def sizes(root: Path, rooms: list[Room]) -> dict[str, int]:
 
 
 def draw(rooms: list[Room]) -> str:
-    """The table as a mermaid flowchart. Arrows lead from a room to those that it imports.
+    """The table as Markdown, from the top.
 
-    What a room reaches through another one that it imports anyway has no arrow of its own.
+    What a room reaches through another one that it imports anyway is left out.
     """
     uses = {room.name: set(room.uses.split()) for room in rooms}
 
     def reached(name: str) -> set[str]:
         return uses[name].union(*map(reached, uses[name])) if uses[name] else set()
 
-    lines = ["```mermaid", "flowchart TD"]
-    for room in reversed(rooms):
-        title = "callbacks/&#95;_init__" if room.name == "callbacks" else room.name
-        lines.append(f'    {_id(room.name)}["<b>{title}</b><br>{room.about}"]')
+    lines = ["| room | what it is for | imports |", "|---|---|---|"]
     for room in reversed(rooms):
         indirect = set().union(*map(reached, uses[room.name]))
-        for used in sorted(uses[room.name] - indirect):
-            lines.append(f"    {_id(room.name)} --> {_id(used)}")
-    return "\n".join([*lines, "```"])
-
-
-def _id(name: str) -> str:
-    return name.replace("/", "_")
+        used = ", ".join(f"`{name}`" for name in sorted(uses[room.name] - indirect))
+        lines.append(f"| `{room.name}` | {room.about} | {used} |")
+    return "\n".join(lines)
 
 
 def picture_in(text: str) -> str:
