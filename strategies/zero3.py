@@ -7,6 +7,7 @@ import os
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from inspect import signature
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -184,7 +185,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         activations: ActivationsKind | str | None = None,
         **others: Never,
     ) -> None:
-        refuse_others(others)
+        refuse_others(others, signature(Zero3Strategy).parameters)
         super().__init__(
             accelerator,
             parallel_devices,

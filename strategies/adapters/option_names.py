@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
+from difflib import get_close_matches
 
 # names of FSDP, fully_shard, DDP and DeepSpeed -> what to do
 _INSTEAD = {
@@ -47,12 +48,23 @@ _INSTEAD = {
 _BY_NAME = {name: answer for names, answer in _INSTEAD.items() for name in names.split()}
 
 
-def refuse_others(names: Iterable[str]) -> None:
+def refuse_others(names: Collection[str], known: Collection[str]) -> None:
     """Refuse options that `Zero3Strategy` does not have.
 
+    Args:
+        names: of these options.
+        known: the names of those that it has, one of which may be meant.
+
     Raises:
-        TypeError: there is one; what to write instead of another strategy's is told.
+        TypeError: there is one; of each the error says what to write instead.
     """
+    if not names:
+        return
+    answers = []
     for name in names:
-        answer = _BY_NAME.get(name, "Its docstring lists the options.")
-        raise TypeError(f"Zero3Strategy has no option {name!r}.\n{answer}")
+        answer = _BY_NAME.get(name, "The docstring of `Zero3Strategy` lists the options.")
+        if name not in _BY_NAME and (meant := get_close_matches(name, known, 1)):
+            answer = f"Did you mean `{meant[0]}`?"
+        answers.append(f"{name}: {answer}" if len(names) > 1 else answer)
+    told = f"option{'s' * (len(names) > 1)} {', '.join(map(repr, names))}"
+    raise TypeError("\n".join([f"Zero3Strategy has no {told}.", *answers]))

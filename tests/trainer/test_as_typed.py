@@ -75,7 +75,13 @@ def test_another_type_is_told_at_once(typed, told):
         ({"state_dict_type": "sharded"}, r"no option.*\n.*CheckpointOptions\(kind=.sharded"),
         ({"mixed_precision": None}, r"no option.*\n.*Trainer\(precision="),
         ({"find_unused_parameters": True}, r"no option.*\nTake it out"),
-        ({"unit_polcy": None}, r"no option 'unit_polcy'\.\nIts docstring"),
+        ({"unit_polcy": None}, r"no option 'unit_polcy'\.\nDid you mean `unit_policy`\?"),
+        ({"sheep": None}, r"no option 'sheep'\.\nThe docstring of `Zero3Strategy`"),
+        (
+            {"auto_wrap_policy": {nn.Linear}, "cpu_offload": True, "offlaod": None},
+            r"no options 'auto_wrap_policy', 'cpu_offload', 'offlaod'\.\nauto_wrap_policy: Take it"
+            r" out.*\ncpu_offload: Write `offload=.parameters.`\.\nofflaod: Did you mean `offload`\?",
+        ),
     ],
 )
 def test_options_of_other_strategies_say_what_to_write(option, told):
