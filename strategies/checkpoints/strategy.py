@@ -53,7 +53,13 @@ from .background import BackgroundSave, Save
 from .frozen import BASE, exclude, frozen_names, require_base, require_base_values
 from .options import CheckpointOptions
 from .storage import Choice, choose, is_remote, local, point, retire
-from .weights import MAX_FILE_BYTES, WeightsSave, open_weights, rename_keys
+from .weights import (
+    MAX_FILE_BYTES,
+    WeightsSave,
+    guess_key_mapping,
+    open_weights,
+    rename_keys,
+)
 
 if TYPE_CHECKING:  # importing torch.distributed.checkpoint is slow
     from .sharded import ShardedCheckpoint
@@ -546,14 +552,18 @@ class CheckpointStrategy(ProcessStrategy):
         Raises:
             CheckpointError: on all ranks, if ``path`` cannot be read.
             RuntimeError: keys with ``strict``, or shapes of parameters, do not fit, and nothing was
-                changed.
+                changed. If other prefixes would make all keys fit, the error has that mapping.
         """
         module = self.lightning_module
         assert module is not None
         content, source = open_weights(local(path), self._checkpoints.weights_only)
         state = rename_keys(content, key_mapping)
-        missing, unexpected = compare_keys(module.state_dict(keep_vars=True), state)
-        require_fit(module, missing, unexpected, strict)
+        targets, remedy = module.state_dict(keep_vars=True), list[str]()
+        missing, unexpected = compare_keys(targets, state)
+        if strict and (missing or unexpected):
+            guess = guess_key_mapping(targets, content)
+            remedy += [f"All names fit with key_mapping={guess or None}."] * (guess is not None)
+        require_fit(module, missing, unexpected, strict, remedy)
         self._load_state(state, False, source)
         give_back_memory()
         return missing, unexpected

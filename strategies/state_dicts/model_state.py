@@ -129,18 +129,18 @@ def require_fit(
     missing: list[str],
     unexpected: list[str],
     strict: bool,
-    shape_errors: Sequence[str] = (),
+    others: Sequence[str] = (),
 ) -> None:
-    """Raise torch's error, a RuntimeError, if keys with ``strict``, or shapes, do not fit."""
+    """Raise torch's error, a RuntimeError, if keys with ``strict`` do not fit, or on ``others``."""
     key_errors = [
         f"{kind} key(s) in state_dict: " + ", ".join(f'"{k}"' for k in names) + ". "
         for kind, names in (("Missing", missing), ("Unexpected", unexpected))
         if names and strict
     ]
-    if key_errors or shape_errors:
+    if key_errors or others:
         raise RuntimeError(
             f"Error(s) in loading state_dict for {type(module).__name__}:\n\t"
-            + "\n\t".join([*key_errors, *shape_errors])
+            + "\n\t".join([*key_errors, *others])
         )
 
 
