@@ -38,6 +38,7 @@ from .optimizers.trial import train_copy
 
 DESCRIPTION = "tell what memory each rank of a training needs, from its script, without the ranks"
 PLAN = "LIGHTNING_ZERO3_PLAN"  # set for a script that is to be planned: options as JSON
+_TOLD = 64  # a script's exit code where a plan was told, and nothing is wrong
 _CLI = (
     "import lightning_zero3; from lightning.pytorch.cli import LightningCLI;"
     " LightningCLI(save_config_callback=None)"
@@ -68,11 +69,24 @@ def size(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the script up to its training, which prints the plan; return its exit code."""
+    """Run the script up to its training, which prints the plan.
+
+    Returns:
+        0, or the script's exit code; 2 if it ends well without a training.
+    """
     is_config = "".join(arguments.script[:1]).endswith(".yaml")
     script = ["-c", _CLI, "fit", "--config"] if is_config else []
     environment = {**os.environ, PLAN: json.dumps(vars(arguments))}
-    return subprocess.run([sys.executable, *script, *arguments.script], env=environment).returncode
+    code = subprocess.run([sys.executable, *script, *arguments.script], env=environment).returncode
+    if code == 0:
+        print(
+            f"There is no plan: {' '.join(arguments.script)} has ended, and did not call"
+            " `trainer.fit` with zero3.\nGive it the arguments with which it trains, and"
+            ' `Trainer(strategy="zero3")`.',
+            file=sys.stderr,
+        )
+        return 2
+    return 0 if code == _TOLD else code
 
 
 def show_plan(
@@ -88,7 +102,7 @@ def show_plan(
 
     Raises:
         SystemExit: always; its code is 1 if something does not fit, 2 if activations could not be
-            counted.
+            counted, else `_TOLD`.
     """
     asked = json.loads(os.environ[PLAN])
     ranks = asked["devices"] * asked["nodes"]
@@ -168,7 +182,7 @@ def show_plan(
             print("State alone fits. Activations could not be counted, so all may not fit.")
         elif has_limit:
             print("It fits, without the CUDA context, NCCL's buffers and fragmentation.")
-    raise SystemExit(1 if lacks[options["offload"]] else 2 if has_limit and comment else 0)
+    raise SystemExit(1 if lacks[options["offload"]] else 2 if has_limit and comment else _TOLD)
 
 
 def size_text(nbytes: int) -> str:

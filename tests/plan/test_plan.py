@@ -1,5 +1,6 @@
 """What `plan` says of a training, and what the training then has."""
 
+import argparse
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_zero3.strategies.plan import run
 from plan.grid import GRID, Case, compare, plan, table
 
 TABLE = Path(__file__).parents[2] / "docs" / "PLAN.md"
@@ -114,3 +116,12 @@ def test_a_step_that_asks_for_values(tell):
     assert code == 2 and "without activations (DataDependentOutputException" in text
     assert "State alone fits" in text and "It fits" not in text
     assert plan(GRID[-1], 2)["most in a step"] > 0
+
+
+def test_a_script_that_never_trains(tmp_path, capfd):
+    (tmp_path / "idle.py").write_text("print('idle')")
+    arguments = argparse.Namespace(script=[str(tmp_path / "idle.py"), "--later"], devices=2)
+    assert run(arguments) == 2
+    said = capfd.readouterr()
+    assert said.out == "idle\n" and said.err.startswith("There is no plan: ")
+    assert "idle.py --later has ended, and did not" in said.err
