@@ -18,6 +18,7 @@ import logging
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -178,6 +179,8 @@ def run(rank: int, name: str, args: argparse.Namespace, folder: str, results: mp
         loads.append((sum(s for s, _ in took), max(m for _, m in took)))
     if rank == 0:
         results.put((saves.found, loads))
+    dist.barrier()
+    os._exit(0)  # the groups that `ddp` and FSDP2 leave may abort at the interpreter's end
 
 
 def timed(owner: object, method: str, took: list[tuple[float, float]]) -> None:
@@ -207,7 +210,8 @@ def main() -> None:
     )
     found: dict[str, list[list[tuple[float, float]]]] = {name: [[], []] for name in args.names}
     sizes = {}
-    for name in args.names * args.turns:
+    for number, name in enumerate(args.names * args.turns):
+        print(f"turn {number // len(args.names) + 1}: {name}", file=sys.stderr, flush=True)
         folder = tempfile.mkdtemp(dir=os.getcwd())
         try:
             results = mp.get_context("spawn").SimpleQueue()

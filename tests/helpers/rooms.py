@@ -1,6 +1,6 @@
 """The rooms of the package: what each may import, and how large it may be.
 
-    python tests/helpers/rooms.py    # rooms with their tokens; writes the table in ARCHITECTURE.md
+    python tests/helpers/rooms.py    # rooms with their tokens; writes picture and table in ARCHITECTURE.md
 
 A room is a folder of `strategies/` or `callbacks/`, or a file that stands beside them. Its size is
 counted in tokens of Python code, without comments and docstrings, which formatting does not change.
@@ -236,7 +236,7 @@ def sizes(root: Path, rooms: list[Room]) -> dict[str, int]:
 
 
 def draw(rooms: list[Room]) -> str:
-    """The table as Markdown, from the top.
+    """The table as a mermaid flowchart, and as Markdown, from the top.
 
     What a room reaches through another one that it imports anyway is left out.
     """
@@ -245,12 +245,16 @@ def draw(rooms: list[Room]) -> str:
     def reached(name: str) -> set[str]:
         return uses[name].union(*map(reached, uses[name])) if uses[name] else set()
 
-    lines = ["| room | what it is for | imports |", "|---|---|---|"]
+    def node(name: str) -> str:
+        return f'{name.replace("/", "_")}["{name}"]'
+
+    rows, arrows = ["| room | what it is for | imports |", "|---|---|---|"], []
     for room in reversed(rooms):
         indirect = set().union(*map(reached, uses[room.name]))
-        used = ", ".join(f"`{name}`" for name in sorted(uses[room.name] - indirect))
-        lines.append(f"| `{room.name}` | {room.about} | {used} |")
-    return "\n".join(lines)
+        used = sorted(uses[room.name] - indirect)
+        arrows += [f"    {node(room.name)} --> {node(name)}" for name in used]
+        rows.append(f"| `{room.name}` | {room.about} | {', '.join(f'`{n}`' for n in used)} |")
+    return "\n".join(["```mermaid", "flowchart TD", *arrows, "```", "", *rows])
 
 
 def picture_in(text: str) -> str:
