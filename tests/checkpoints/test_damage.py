@@ -4,6 +4,7 @@ lost.
 
 import gc
 import io
+import os
 import pickle
 import resource
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
@@ -195,6 +197,37 @@ def fill_disk(rank, world_size, folder):
 
 def test_a_full_disk_keeps_the_checkpoint_before(tmp_path):
     assert run_ranks(fill_disk, 2, str(tmp_path), timeout=60) == [["file.ckpt", "sharded.ckpt"]] * 2
+
+
+def save_in_vain(rank, world_size, folder):
+    """Of a user who may not write to the folder; after the run has begun, as root may always."""
+    for kind in ("sharded", "file"):
+        path = Path(folder, f"{kind}.ckpt")
+        runner = trainer(zero3(checkpoint=CheckpointOptions(kind=kind)), world_size)
+        runner.fit(Whole(RECIPE))
+        runner.save_checkpoint(path)
+        before = content(path)
+        dist.barrier()
+        os.chmod(folder, 0o555)
+        if os.geteuid() == 0:
+            os.seteuid(65534)  # nobody
+        with pytest.raises(
+            CheckpointError, match=rf"Saving .*{kind}.ckpt failed on rank 0: PermissionError"
+        ):
+            runner.save_checkpoint(path)
+        dist.barrier()
+        os.seteuid(os.getuid())
+        os.chmod(folder, 0o755)
+        assert content(path) == before
+        runner.save_checkpoint(path)  # it may be written to again
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_a_read_only_folder_keeps_the_checkpoint_before(tmp_path):
+    for parent in (tmp_path, *tmp_path.parents) if os.geteuid() == 0 else ():
+        parent.chmod(parent.stat().st_mode | 0o055)  # nobody gets there
+    found = run_ranks(save_in_vain, 2, str(tmp_path), timeout=60)
+    assert found == [["file.ckpt", "sharded.ckpt"]] * 2
 
 
 class Payload:
