@@ -45,12 +45,21 @@ _SAMPLES = 10  # looks at the training thread for each beat
 _INSTALLED = [os.path.dirname(package.__path__[0]) for package in (torch, lightning)]
 _STRATEGIES = os.path.dirname(os.path.dirname(__file__))
 _OURS = _STRATEGIES, os.path.join(os.path.dirname(_STRATEGIES), "callbacks")
-_NOT_USER_CODE = tuple(
-    os.path.join(folder, "")
-    for folder in (*_INSTALLED, *_OURS, os.path.dirname(threading.__file__))
+_NOT_USER_CODE = (
+    "<",  # made by `exec`
+    *(
+        os.path.join(folder, "")
+        for folder in (*_INSTALLED, *_OURS, os.path.dirname(threading.__file__))
+    ),
 )
 _COMMUNICATORS = tuple(module.__file__ for module in (shared_flags, process_group, shared_memory))
 _CONNECTION_WORDS = ("gloo", "connection", "nccl", "socket", "broken pipe", "timed out", "timeout")
+
+
+def _line(frame: FrameType, number: int) -> str:
+    """Describe a line of the user's; empty if the frame is not of the user's code."""
+    file = frame.f_code.co_filename
+    return "" if file.startswith(_NOT_USER_CODE) else f"{file}:{number} in {frame.f_code.co_name}"
 
 
 @dataclass(frozen=True)
@@ -154,7 +163,9 @@ class Watch:
                     " after that differs.\nDecide alike on all ranks: `trainer.should_stop ="
                     " trainer.strategy.reduce_boolean_decision(stop, all=False)`."
                 )
-            error.args = (f"In {self.position.place().moment}: {difference}",)
+            lines = [_line(frame, at) for frame, at in traceback.walk_tb(error.__traceback__)]
+            here = [f"\nRank {self._rank} is at {line}." for line in lines if line][-1:]
+            error.args = ("".join([f"In {self.position.place().moment}: {difference}", *here]),)
         elif _is_connection_error(error) and (cause := self._wait_for_cause()):
             error.args = (cause,)
             return
@@ -308,8 +319,8 @@ class Watch:
                 waits = ELSEWHERE
             elif file in _COMMUNICATORS and (not waits or frame.f_code.co_name == "agree"):
                 waits = ENGINE
-            if not file.startswith(_NOT_USER_CODE) and not file.startswith("<"):
-                return waits, f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
+            if line := _line(frame, frame.f_lineno):
+                return waits, line
             frame = frame.f_back
         return waits, ""
 
