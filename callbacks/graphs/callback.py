@@ -9,18 +9,17 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from .device import CudaGraphs, SoftwareGraphs
-from .program import Fit
 from .runner import Runner
 
 
 class CUDAGraphStep(Callback):
     """Captures the forward and backward of training as CUDA graphs and replays them.
 
-    A replay runs no Python. Losses, logged values, outputs, gradients, hooks, counters, random
-    numbers and checkpoints are bit by bit those of a run without this callback (but for the sign of
-    zeros in gradients). The rest of Lightning's loop runs as ever: clipping, loss scaling, the
-    optimizer, schedules and validation. It helps models whose layers are so small that Python is
-    slower than the GPU.
+    A replay runs no Python, and is one node of autograd's graph. Losses, logged values, outputs,
+    gradients, hooks, counters, random numbers and checkpoints are bit by bit those of a run without
+    this callback (but for the sign of zeros in gradients). The rest of Lightning's loop runs as
+    ever: clipping, loss scaling, the optimizer, schedules and validation. It helps models whose
+    layers are so small that Python is slower than the GPU.
 
     **Capture, then compare.** The first `warmup` micro-batches of a shape run eagerly, the next one
     is captured. The `verify` after it, and the first of each shape in each epoch, run eagerly, with
@@ -28,59 +27,63 @@ class CUDAGraphStep(Callback):
     outputs, logged values, gradients, buffers and random states must be the same, bit by bit (if
     two replays of the same differ, because kernels add up in any order, half of the digits). The
     first difference is named, and the step runs eagerly from there on. A shape that comes once an
-    epoch, such as a ragged last batch, is never captured. A verified micro-batch takes as long as
-    an eager one and a replay (the first: two), and memory for copies of buffers and gradients. A
-    line at the end of the fit says how many there were, and how long the comparisons took.
+    epoch, such as a ragged last batch, is never captured.
+
+    All these eager micro-batches run their backward twice, the first time with a gradient that is
+    made up, for the comparison: a gradient of 16-mixed that needs the loss scale may be zero in it.
+    What a backward hook does to a number outside of the module, it does twice then. They take
+    memory for the activations until both are over, and for copies of buffers and gradients. A line
+    at the end of the fit says how many were verified.
 
     **Refused in the first eager steps**, with the reason, is what a replay would leave undone: a
     wait for a value, an attribute that the step assigns or extends (a generator's state, too),
-    printing, random numbers of Python or numpy, use of ``self.logger``, an update of a metric, what
-    is logged or returned in some steps only, writing to parameters or to the batch.
+    printing, use of ``self.logger``, an update of a metric, what is logged or returned in some
+    steps only, writing to parameters or to the batch; and, but for `zero3`, a hook of a parameter
+    (``register_hook``) and a re-entrant checkpoint. The comparison finds random numbers of Python
+    or numpy.
 
-    **Changes.** Before each replay the callback compares weights, hooks, modes, settings of torch
-    and the attributes of modules and of the Trainer that the code of the step mentions, with their
-    numbers, texts, flags, lists and namespaces. A change leads to a new capture; what changes in
-    every step keeps the step eager, and is named.
+    **Changes.** Before each replay the callback compares weights, hooks of modules, modes and the
+    attributes of modules and of the Trainer that the code of the step mentions, with their numbers,
+    texts, flags, lists and namespaces. A change leads to a new capture; what changes in every step
+    keeps the step eager, and is named.
 
     **Seen late, or not.** Any other value that changes within an epoch, when the step is no longer
     verified, is found at the next epoch's first micro-batch, and replays since the change have
     computed with the old value: a number in a global, in a closure, in an object other than a
     namespace or dataclass; in a list or dict of more than 64 items; an object in a batch that
-    prints the same and holds something else; a branch that some values of `batch_idx` take. What a
-    step does to objects outside of its module (appends to a global list, writes a file) is not
-    repeated by replays, and not seen.
+    prints the same and holds something else; a branch that some values of `batch_idx` take; a
+    setting of torch (precision, determinism), a hook of all modules, a `forward` that is replaced
+    on the object. What a step does to objects outside of its module (appends to a global list,
+    writes a file) is not repeated by replays, and not seen.
 
-    **Hooks and gradients.** Forward hooks may compute with tensors; everything else in them happens
-    only in eager steps. On a single device and with `ddp`, gradients lie in the same memory in all
-    steps: to keep a gradient beyond a step, copy it; `parameter.grad` itself is overwritten.
+    **Hooks.** Forward hooks may compute with tensors; everything else in them happens only in eager
+    steps.
 
     **Strategies.** The callback works on a single device; with `zero3`, whose all-gathers and
-    reductions are captured too; and with `ddp` if every parameter is used, without
-    `gradient_as_bucket_view` and communication hooks. Ranks decide together, by one small exchange
-    between hosts for each micro-batch: a step, an optimizer's update or a module that one rank
-    cannot capture runs eagerly on all. With NCCL, `ddp` runs eleven steps before a capture.
+    reductions are captured too; and with `ddp`, whatever its options: a replay computes gradients,
+    which `ddp` reduces after it. Ranks decide together, by one small exchange between hosts for
+    each micro-batch: a step, an optimizer's update or a module that one rank cannot capture runs
+    eagerly on all.
 
     Args:
         warmup: eager steps before the capture of a shape, at least 2.
         verify: replays of a shape after its capture that are compared with eager steps.
         max_graphs: number of batch shapes that are captured; batches of other shapes run eagerly.
-            With `ddp` the first, the last and the other micro-batches of an accumulation window
-            exchange different things, and so does the first one after a validation: each of these
-            counts as a shape.
         strict: raise an error on all ranks where something cannot be captured, or differs. Without
             CUDA steps run eagerly all the same.
         optimizer: capture the optimizer's update too, in a graph of its own. The optimizer must be
             made with ``capturable=True`` (or ``fused=True``, where it has no such option). A
             learning rate that changes must be a tensor, which schedulers write into as ever.
-            Clipping, loss scaling and schedulers run eagerly.
+            Clipping, loss scaling and schedulers run eagerly; a fused optimizer that takes the loss
+            scale of 16-mixed is left eager.
         modules: capture only these modules, by patterns of their names
             (``["encoder", "blocks.*"]``), for a model whose step cannot be captured as a whole. The
             rest of the step is free, manual optimization included. If a module runs several times
             before a backward, its first run is replayed. Other outputs that get gradients than in
-            its eager runs are an error. With `zero3` on several ranks, name modules
-            that are units, or inside of one. Such modules exchange nothing inside, so each rank
-            captures the shapes of its own inputs. A module that cannot be captured is reported
-            before the next micro-batch.
+            its eager runs are an error, and so is a weight that is written before the backward.
+            Such modules exchange nothing inside, so each rank captures the shapes of its own
+            inputs. `zero3` on several ranks is refused. A module that cannot be captured is
+            reported before the next micro-batch.
         software: on a machine without CUDA, replay a slow software graph (for tests and examples)
             instead of training eagerly.
 
@@ -136,7 +139,7 @@ class CUDAGraphStep(Callback):
         software = SoftwareGraphs(None if engine is None else engine.collectives)
         graphs = CudaGraphs(device) if device.type == "cuda" else software
         options = self.warmup, self.verify, self.max_graphs, self.strict
-        self._runner = Runner(Fit(trainer, pl_module, graphs, *options))
+        self._runner = Runner(trainer, pl_module, graphs, *options)
         self._runner.install(self.optimizer, self.modules)
 
     @override
@@ -155,12 +158,12 @@ class CUDAGraphStep(Callback):
         return self._input_nbytes if self._runner is None else self._runner.input_nbytes
 
     def memory_bytes(self) -> dict[str, int]:
-        """Return the bytes that graphs use: "pool" (reserved), "inputs" and "gradients".
+        """Return the bytes that graphs use: "pool" (reserved) and "inputs".
 
-        "gradients" counts the parameters' own gradients. All are 0 unless training runs.
+        Both are 0 unless training runs.
         """
         if self._runner is None:
-            return {"pool": 0, "inputs": 0, "gradients": 0}
+            return {"pool": 0, "inputs": 0}
         return self._runner.memory_bytes()
 
     def _uninstall(self) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from ...strategies.engine import Entry
+from ...strategies.support import capture_random_states, restore_random_states
+from .software_graph import replaced
 
 _CONSTANTS = (int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 
@@ -36,11 +39,11 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
-def values_in(output: Any) -> dict[str, Any]:
-    """Return what a program returned, by name; of tensors copies."""
+def values_in(tree: Any, name: str) -> dict[str, Any]:
+    """Return what is in a tree of values, such as an output, by name; of tensors copies."""
     return {
-        f"the output{keystr(path)}": each.detach().clone() if isinstance(each, Tensor) else each
-        for path, each in tree_flatten_with_path(output)[0]
+        f"{name}{keystr(path)}": each.detach().clone() if isinstance(each, Tensor) else each
+        for path, each in tree_flatten_with_path(tree)[0]
     }
 
 
@@ -98,44 +101,27 @@ def _text(value: Any) -> str:
 
 
 class States:
-    """Copies of what a program changes in place: buffers, random states and gradients.
+    """Copies of what a program changes in place: buffers, random states, gradients of `zero3`.
 
     Args:
         module: the module with the buffers.
-        device: the device of the training.
-        gradients: whether to copy the gradients of the module's parameters.
-        engine: the engine of `zero3`, of whose gradients this rank's parts are copied.
+        engine: the engine to whose gradients the program adds, of which this rank's parts are
+            copied.
 
     Attributes:
         values: the copies, by a name for messages.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device,
-        gradients: bool = False,
-        engine: Any = None,
-    ) -> None:
-        self._engine, self._device = engine, device if device.type == "cuda" else None
+    def __init__(self, module: nn.Module, engine: Any) -> None:
+        self._engine, self._random = engine, capture_random_states()
         self._buffers = {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
-        self._grads: dict[str, tuple[Tensor, Tensor | None]] = {}
-        self._entries: dict[str, Entry] = {}
-        if gradients and engine is None:
-            named = module.named_parameters()
-            self._grads = {f"the gradient of {n}": (p, p.grad) for n, p in named}
-        elif gradients and engine is not None:
-            entries = [entry for unit in engine.units for entry in unit.trained]
-            self._entries = {f"the gradient of {entry.name}": entry for entry in entries}
-        found = self._buffers | {name: grad for name, (_, grad) in self._grads.items()}
+        units = [] if engine is None else engine.units
+        self._entries = {f"the gradient of {e.name}": e for unit in units for e in unit.trained}
+        found: dict[str, Tensor | None] = {**self._buffers}
         for name, entry in self._entries.items():
-            found[name] = self._engine.gradients.part(entry)
-        self.values: dict[str, Tensor] = {
-            name: tensor.detach().clone() for name, tensor in found.items() if tensor is not None
-        }
-        self.values["the random state of torch"] = torch.get_rng_state()
-        if self._device is not None:
-            self.values["the random state of the device"] = torch.cuda.get_rng_state(self._device)
+            found[name] = engine.gradients.part(entry)
+        self.values = {n: t.detach().clone() for n, t in found.items() if t is not None}
+        self.values |= values_in(self._random, "the random state")
 
     def restore(self) -> None:
         """Write the values back."""
@@ -143,15 +129,53 @@ class States:
             # hazard: autograd may have saved the buffer; `data` has no part in its version.
             if not same(buffer.detach(), self.values[name]):
                 buffer.data.copy_(self.values[name])
-        torch.set_rng_state(self.values["the random state of torch"])
-        if self._device is not None:
-            torch.cuda.set_rng_state(self.values["the random state of the device"], self._device)
-        for name, (parameter, grad) in self._grads.items():
-            parameter.grad = grad
-            if grad is not None:
-                grad.detach().copy_(self.values[name])
+        restore_random_states(self._random)
         for name, entry in self._entries.items():
+            gradients = self._engine.gradients
             if name in self.values:
-                self._engine.gradients.room_for(entry).copy_(self.values[name])
-            elif self._engine.gradients.has_gradient(entry):
-                self._engine.gradients.clear(entry)
+                gradients.room_for(entry).copy_(self.values[name])
+            elif gradients.has_gradient(entry):
+                gradients.clear(entry)
+
+
+class LogTape:
+    """The calls of ``self.log`` (and ``self.log_dict``) in a program, in their order.
+
+    Inside of a capture, ``self.log`` would add a value to Lightning's sums (`_ResultMetric`) only
+    once, and each replay would add to the sums of that time: the mean of the epoch would be wrong.
+    So the calls are recorded instead, and made after each replay.
+
+    Args:
+        module: the module that logs.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        # Name, value and options of each call; tensors are copies, which a replay refills.
+        self._calls: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def _log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        # hazard: the program may change the tensor in place after the call; keep a copy.
+        kept = value.detach().clone() if isinstance(value, Tensor) else value
+        self._calls.append((name, kept, args, options))
+
+    def record(self) -> AbstractContextManager[None]:
+        """Replace ``module.log`` in the body by a function that only records the call."""
+        return replaced(vars(self._module), {"log": self._log})
+
+    def play(self) -> None:
+        """Make the recorded calls with the values that the tensors have now."""
+        # In 64 bits, sums that begin here have the default dtype of this context.
+        with self._module.trainer.precision_plugin.train_step_context():
+            for name, value, args, options in self._calls:
+                value = value.clone() if isinstance(value, Tensor) else value
+                self._module.log(name, value, *args, **options)
+
+    def values(self) -> dict[str, Any]:
+        """Return all logged values and options by a name for messages; tensors as copies."""
+        found: dict[str, Any] = {}
+        for number, (name, value, *options) in enumerate(self._calls):
+            where = f"`self.log({name!r}, ...)`, call {number} of the step,"
+            found[where] = value.clone() if isinstance(value, Tensor) else value
+            found[f"the options of {where}"] = repr(options)
+        return found

@@ -7,33 +7,20 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from typing import Any, Protocol
+from traceback import FrameSummary
+from typing import Any
 
 import torch
 
 from ...strategies.collectives import LocalCollectives
 from ...strategies.support import without_collection
-from .random_states import CapturedRandomStates, RandomStates
+from .random_states import CapturedRandomStates, note_offsets
 from .software_graph import OURS, ReportsWaits, SoftwareGraph, describe_line
 
 _WAIT = "called a synchronizing CUDA operation"
 _PROTOTYPE = "Synchronization debug mode is a prototype"
-
-
-class Graph(Protocol):
-    """Device work that was captured once and can be repeated."""
-
-    def capture(self) -> AbstractContextManager[None]:
-        """Record the device work of the body, without doing it."""
-
-    def replay(self) -> None:
-        """Do the recorded work."""
-
-    def reset(self) -> None:
-        """Free the graph."""
 
 
 class CudaGraph:
@@ -41,27 +28,20 @@ class CudaGraph:
 
     Args:
         pool: the handle of the pool.
-        around_capture: returns a context in which the program may save and set random states.
-        before_replay: prepares random states.
-        states: random states, besides that of the default generator, that kernels draw from.
+        states: random states that the program saves and sets.
+        is_backward: whether the program is the backward, which sets them.
     """
 
-    def __init__(
-        self,
-        pool: Any,
-        around_capture: Callable[[], AbstractContextManager[None]] = nullcontext,
-        before_replay: Callable[[], None] = lambda: None,
-        states: Sequence[torch.Generator] = (),
-    ) -> None:
+    def __init__(self, pool: Any, states: CapturedRandomStates, is_backward: bool) -> None:
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
-        self._around_capture, self._before_replay = around_capture, before_replay
-        for state in states:
+        self._states, self._is_backward = states, is_backward
+        for state in states.states if is_backward else ():
             self._graph.register_generator_state(state)
         self.reset = self._graph.reset
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """See :meth:`Graph.capture`."""
+        """Record the device work of the body, without doing it."""
         # hazard: if the garbage collector destroys another graph during this capture, CUDA ends the
         # capture with an error. `torch.cuda.graph` collects only on request.
         gc.collect()
@@ -74,7 +54,7 @@ class CudaGraph:
             self._graph, self._pool, torch.cuda.current_stream(), "thread_local"
         )
         try:
-            with without_collection(), capture, self._around_capture():
+            with without_collection(), capture, self._states.track_calls(self._is_backward):
                 yield
         except BaseException:
             self.reset()
@@ -83,8 +63,8 @@ class CudaGraph:
             torch._C._cuda_clearCublasWorkspaces()
 
     def replay(self) -> None:
-        """See :meth:`Graph.replay`."""
-        self._before_replay()
+        """Do the recorded work."""
+        self._states.begin(self._is_backward)
         self._graph.replay()
 
 
@@ -98,62 +78,50 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._outer_stream: torch.cuda.Stream | None = None  # current before training
         # That of most graphs, and those of graphs that are replayed out of order.
         self._pools: list[Any] = [torch.cuda.graph_pool_handle()]
 
-    def enter_stream(self) -> None:
-        """Make the stream of captures the current one, when training begins."""
-        self._outer_stream = torch.cuda.current_stream(self._device)
+    @contextmanager
+    def in_stream(self) -> Iterator[None]:
+        """Make the stream of captures the current one, as long as training goes on."""
+        stream, outer = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
         # hazard: kernels that set up the training may still write tensors that a step reads.
-        self._stream.wait_stream(self._outer_stream)
-        torch.cuda.set_stream(self._stream)
+        stream.wait_stream(outer)
+        with torch.cuda.stream(stream):
+            yield
+        # hazard: the last step may still write tensors that later kernels read.
+        outer.wait_stream(stream)
 
-    def leave_stream(self) -> None:
-        """Make the earlier stream the current one again, when training is over."""
-        if self._outer_stream is not None:
-            # hazard: the last step may still write tensors that later kernels read.
-            self._outer_stream.wait_stream(self._stream)
-            torch.cuda.set_stream(self._outer_stream)
-            self._outer_stream = None
-
-    def make_graph(self) -> Graph:
-        """Return a new graph, for a program that draws no random numbers."""
-        return CudaGraph(self._pools[0])
-
-    def make_pair(self, offsets: list[int], own_pool: bool = False) -> tuple[Graph, Graph]:
+    def make_pair(self, offsets: list[int], own_pool: bool = False) -> list[CudaGraph]:
         """Return new graphs for a forward and for its backward.
 
         Args:
-            offsets: see :class:`~.random_states.RandomStates`.
+            offsets: see :func:`~.random_states.note_offsets`.
             own_pool: use another pool than other graphs. Those of one pool overwrite each other's
                 memory unless they are replayed in the order of their captures.
         """
         if own_pool:
             self._pools.append(torch.cuda.graph_pool_handle())
         pool, states = self._pools[-own_pool], CapturedRandomStates(self._device, offsets)
-        forward = partial(states.track_calls, True), states.begin_forward
-        backward = partial(states.track_calls, False), states.begin_backward
-        return CudaGraph(pool, *forward), CudaGraph(pool, *backward, states.states)
+        return [CudaGraph(pool, states, is_backward) for is_backward in (False, True)]
 
     def renew_pools(self) -> None:
         """Use a new pool, after all graphs, and so their pools, were reset."""
         self._pools = [torch.cuda.graph_pool_handle()]
 
-    def track_random_states(self) -> RandomStates | None:
-        """Return what tracks random states that an eager step saves and sets."""
-        return RandomStates()
-
     @contextmanager
-    def report_waits(self, found: list[str]) -> Iterator[None]:
-        """Add to ``found`` each line of the body in which torch waits for the device.
+    def watch(self, waits: list[str], offsets: list[int]) -> Iterator[None]:
+        """Watch an eager forward or backward.
 
-        Torch's sync debug mode reports the waits, as a warning each; it does not see all. It
-        reports those in a backward when the backward is over.
+        Torch's sync debug mode reports waits, as a warning each; it does not see all. It reports
+        those in a backward when the backward is over.
+
+        Args:
+            waits: gets each line in which torch waits for the device.
+            offsets: see :func:`~.random_states.note_offsets`.
         """
         before = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught, note_offsets(offsets):
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
@@ -161,11 +129,10 @@ class CudaGraphs:
             finally:
                 torch.cuda.set_sync_debug_mode(before)
         for each in caught:
-            place = each.filename, each.lineno
             if not str(each.message).startswith((_WAIT, _PROTOTYPE)):
-                warnings.warn_explicit(each.message, each.category, *place)
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
             elif _WAIT in str(each.message) and not each.filename.startswith(OURS):
-                found.append(describe_line(*place))
+                waits.append(describe_line(FrameSummary(each.filename, each.lineno, "")))
 
     def pool_nbytes(self) -> int:
         """Return the reserved bytes of the pools; 0 if the allocator does not report them."""
@@ -185,22 +152,20 @@ class SoftwareGraphs:
     def __init__(self, communicator: LocalCollectives | None = None) -> None:
         self._communicator = communicator
 
-    def enter_stream(self) -> None:
-        """See :meth:`CudaGraphs.enter_stream`."""
+    def in_stream(self) -> AbstractContextManager[None]:
+        """See :meth:`CudaGraphs.in_stream`."""
+        return nullcontext()
 
-    leave_stream = renew_pools = track_random_states = enter_stream
-
-    def make_graph(self) -> Graph:
-        """See :meth:`CudaGraphs.make_graph`."""
-        return SoftwareGraph(self._communicator)
-
-    def make_pair(self, offsets: list[int], own_pool: bool = False) -> tuple[Graph, Graph]:
+    def make_pair(self, offsets: list[int], own_pool: bool = False) -> list[SoftwareGraph]:
         """See :meth:`CudaGraphs.make_pair`."""
-        return self.make_graph(), self.make_graph()
+        return [SoftwareGraph(self._communicator) for _ in range(2)]
 
-    def report_waits(self, found: list[str]) -> AbstractContextManager[object]:
-        """See :meth:`CudaGraphs.report_waits`."""
-        return ReportsWaits(found)
+    def renew_pools(self) -> None:
+        """See :meth:`CudaGraphs.renew_pools`."""
+
+    def watch(self, waits: list[str], offsets: list[int]) -> AbstractContextManager[object]:
+        """See :meth:`CudaGraphs.watch`."""
+        return ReportsWaits(waits)
 
     def pool_nbytes(self) -> int:
         """See :meth:`CudaGraphs.pool_nbytes`."""

@@ -7,7 +7,6 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
-from operator import attrgetter
 from types import CodeType, SimpleNamespace
 from typing import Any
 
@@ -20,20 +19,12 @@ from ...strategies.engine import ShardedParameter
 from .compare import is_constant
 
 _LONGEST = 64  # items of a list or dict that are looked at; a longer one is data, not a setting
-_TABLES = ("_parameters", "_buffers")
+# Attributes that Lightning sets around hooks, `log`, which `LogTape` replaces, `forward`, which it
+# sets for `ddp`, and those that belong to `nn.Module` itself.
+_INTERNAL = {"_current_fx_name", "_metric_attributes", "log", "forward", *vars(nn.Module())}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Attributes that Lightning sets around hooks, `log`, which `LogTape` replaces, and those that
-# belong to `nn.Module` itself.
-_INTERNAL = {"_current_fx_name", "_metric_attributes", "log", *vars(nn.Module())} - {"training"}
+_ALWAYS = {"training", "_modules", "_hparams", *_HOOKS}
 _BASES = (LightningModule, *LightningModule.__mro__)  # whose methods are not the user's
-_SETTINGS = attrgetter(
-    "cudnn.deterministic",
-    # `allow_tf32`, the older interface, raises an error after the newer one was used.
-    "cuda.matmul.fp32_precision",
-    "cudnn.conv.fp32_precision",
-    "cudnn.rnn.fp32_precision",
-    "mkldnn.matmul.fp32_precision",
-)
 
 
 def address(tensor: Tensor) -> int:
@@ -46,31 +37,23 @@ def address(tensor: Tensor) -> int:
 def state_of(value: Any, depth: int = 2) -> Any:
     """Return the present state of an attribute, to be compared by ``==``.
 
-    It is the value of a constant; the identity, address, hooks and ``requires_grad`` of a tensor;
-    the state of a generator; and the contents of a short list or dict, a namespace or a dataclass.
-    Of any other object it is the identity, beside the object, so that no other one gets its
-    address.
+    It is the value of a constant; the identity, address and ``requires_grad`` of a tensor; the
+    state of a generator; and the contents of a short list or dict, a namespace or a dataclass. Of
+    any other object it is the identity, beside the object, so that no other one gets its address.
     """
-    if isinstance(value, dict) and not value:
-        return dict
     if is_constant(value):
         return repr(value)
     if isinstance(value, Tensor):
-        # The `__torch_function__` of `zero3`'s parameters hides their addresses.
-        with torch._C.DisableTorchFunctionSubclass():
-            hooks = value._backward_hooks, value._post_accumulate_grad_hooks
-            keys = any(hooks) and [list(each or ()) for each in hooks]
-            return id(value), value, address(value), value.requires_grad, keys
+        return id(value), value, address(value), value.requires_grad
     if isinstance(value, torch.Generator):
         return id(value), value, value.get_state().tolist()
     if isinstance(value, SimpleNamespace | Namespace) or (
         is_dataclass(type(value)) and hasattr(value, "__dict__")
     ):
         value = vars(value)
-    if not isinstance(value, list | tuple | deque | set | frozenset | dict):
+    is_short = isinstance(value, list | tuple | deque | set | frozenset | dict) and depth
+    if not is_short or len(value) > _LONGEST:
         return id(value), value
-    if len(value) > _LONGEST or not depth:
-        return id(value), value, len(value)
     items = value.items() if isinstance(value, dict) else enumerate(value)
     return type(value), [(key, state_of(each, depth - 1)) for key, each in items]
 
@@ -79,9 +62,9 @@ def attributes_of(root: nn.Module) -> dict[str, Any]:
     """Return the states of all attributes of all modules, by name."""
     found = {}
     for path, module in root.named_modules():
-        tables = [vars(module), module._modules, *(getattr(module, table) for table in _TABLES)]
+        tables = vars(module), module._modules, module._parameters, module._buffers
         for name, value in (item for table in tables for item in table.items()):
-            if name not in {*_INTERNAL, "forward"}:  # which Lightning sets for `ddp`
+            if name == "training" or name not in _INTERNAL:
                 found[f"{path}.{name}".lstrip(".")] = state_of(value)
     return found
 
@@ -89,17 +72,12 @@ def attributes_of(root: nn.Module) -> dict[str, Any]:
 def _names_in(code: CodeType) -> Iterator[str]:
     yield from code.co_names
     for inner in code.co_consts:
-        if isinstance(inner, str):
-            yield repr(inner)
         if isinstance(inner, CodeType):
             yield from _names_in(inner)
 
 
 def names_read(module: nn.Module, method: str) -> set[str]:
-    """Return the names that a method mentions, and the methods that it mentions in turn.
-
-    Texts that they mention are in quotes.
-    """
+    """Return the names that a method mentions, and the methods that it mentions in turn."""
     names, waiting = set[str](), [method]
     while waiting:
         name = waiting.pop()
@@ -116,9 +94,8 @@ def names_read(module: nn.Module, method: str) -> set[str]:
 class Fingerprint:
     """Tells when graphs of a module are out of date.
 
-    It knows modules, hooks, weights, settings of torch, and of the attributes those that the
-    program mentions: of modules, of their classes and hyper-parameters, of the Trainer, and of the
-    optimizers' groups.
+    It knows modules, their hooks and weights, and of the attributes those that the program
+    mentions: of modules, with their hyper-parameters, and of the Trainer.
 
     Args:
         trainer: the trainer of the run.
@@ -127,73 +104,50 @@ class Fingerprint:
     """
 
     def __init__(self, trainer: Trainer, module: nn.Module, method: str) -> None:
-        self._trainer = trainer
+        self._trainer, self._mentioned = trainer, names_read(module, method)
         # Where each value is; the value, if only an assignment can change it; and its state.
         self._spots: list[tuple[str, Mapping[str, Any], str, Any, Any]] = []
-        hooks = vars(torch.nn.modules.module)
-        self._add("", hooks, [name for name in hooks if name.startswith("_global_")])
-        self._mentioned = names_read(module, method)
         for path, each in module.named_modules():
             if isinstance(each, Metric):
                 continue  # its state changes by design
             names = names_read(each, "forward") | (self._mentioned if each is module else set())
             self._mentioned |= names
-            settings = getattr(each, "_hparams", None) or {}
-            names = (names | {"training", "forward", *settings}) - _INTERNAL
-            path = f"{path}." if path else ""
-            if not type(each).__module__.startswith("torch."):  # attributes may be added to it
-                self._add(path, vars(each), names - vars(each).keys())
-            for table in (settings, vars(each), *map(vars, type(each).__mro__)):
-                self._add(path, table, names & table.keys())
-            self._add(path, vars(each), ["_modules", "forward", *_HOOKS])
-            for table in (each._parameters, each._buffers):
-                self._add(path, table, table)
+            names = (names - _INTERNAL) | _ALWAYS
+            tables = [(table, names & table.keys()) for table in map(vars, type(each).__mro__)]
+            if type(each).__module__.startswith("torch."):
+                tables.append((vars(each), names & vars(each).keys()))
+            else:  # attributes may be added to it
+                tables.append((vars(each), names))
+            tables += [(table, set(table)) for table in (each._parameters, each._buffers)]
+            for table, name in ((table, name) for table, keys in tables for name in keys):
+                state = state_of(value := table.get(name))
+                is_fixed = is_constant(value) or state == (id(value), value)
+                spot = f"{path}.{name}".lstrip("."), table, name, value if is_fixed else self, state
+                self._spots.append(spot)
         # What is no plain value of the Trainer, as its callbacks, is not of the step.
         names = self._mentioned & set(dir(trainer))
         self._of_trainer = [name for name in names if is_constant(getattr(trainer, name))]
-        if "get_last_lr" in self._mentioned:
-            self._mentioned |= {repr("lr"), "param_groups"}
         self._before = self._read_others()
-
-    def _add(self, path: str, table: Mapping[str, Any], names: Any) -> None:
-        for name in names:
-            state = state_of(value := table.get(name))
-            is_fixed = is_constant(value) or state == (id(value), value)
-            self._spots.append((path + name, table, name, value if is_fixed else self, state))
 
     def _read_others(self) -> dict[str, Any]:
         """Return the states of what may lie in another object each time."""
         found: dict[str, Any] = {
             f"trainer.{n}": repr(getattr(self._trainer, n)) for n in self._of_trainer
         }
-        for number, optimizer in enumerate(self._trainer.optimizers):
-            for index, group in enumerate(optimizer.param_groups):
-                where = f"of param group {index} of optimizer {number}"
-                found[f"the parameters {where}"] = list(map(id, group["params"]))
-                if "param_groups" in self._mentioned:
-                    names = [name for name in group if repr(name) in self._mentioned]
-                    found |= {f"{name!r} {where}": state_of(group[name]) for name in names}
-        found["a setting of torch (determinism, precision, autocast)"] = (
-            _SETTINGS(torch.backends),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.get_default_dtype(),
-            torch.is_grad_enabled(),
-            [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
-        )
-        found["the engine of `zero3`"] = id(getattr(self._trainer.strategy, "engine", None))
+        found["engine of `zero3`"] = id(getattr(self._trainer.strategy, "engine", None))
+        if not self._mentioned.isdisjoint(("param_groups", "get_last_lr")):
+            groups = [g for optimizer in self._trainer.optimizers for g in optimizer.param_groups]
+            states = [{k: state_of(v) for k, v in g.items() if k != "params"} for g in groups]
+            found["a setting of an optimizer"] = states
         return found
 
     def changes(self) -> list[str]:
         """Return the names of what has changed since."""
-        found = []
-        for name, table, key, fixed, state in self._spots:
-            value = table.get(key)
-            # Most are constants, or empty tables of hooks: two short ways.
-            if value is fixed or (state is dict and value == {}) or state_of(value) == state:
-                continue
-            found.append(name)
+        found = [
+            name
+            for name, table, key, fixed, state in self._spots
+            if (value := table.get(key)) is not fixed and state_of(value) != state
+        ]
         now = self._read_others()
-        if now != self._before:
-            names = dict.fromkeys([*self._before, *now])
-            found += [name for name in names if now.get(name) != self._before.get(name)]
+        found += [name for name in now if now[name] != self._before[name]]
         return [f"`{name}`" for name in found]

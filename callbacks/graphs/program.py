@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
+import io
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import weakref
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, TextIO
+from functools import partial, wraps
+from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import PackedSequence
 
-from .compare import States, first_difference, tensors_in, values_in
-from .device import CudaGraphs, Graph, SoftwareGraphs
+from .compare import LogTape, States, first_difference, tensors_in, values_in
+from .device import CudaGraphs, SoftwareGraphs
 from .fingerprint import Fingerprint, attributes_of
-from .log_tape import LogTape
 
 MOST_SIGNATURES = 200  # signatures of inputs for which records are kept
 MOST_IN_VAIN = 5  # captures in a row that went out of date before they paid
@@ -31,6 +30,10 @@ _PAYING_REPLAYS = 5  # a capture has paid after so many replays per eager run be
 _REMEDY = (
     "Move it to `on_train_batch_end`, which gets what `training_step` returns; keep tensors in"
     " buffers, and write into these (`self.name.copy_(...)`); draw random numbers with torch."
+)
+_CHANGING = (
+    "Keep a number that changes in a buffer of the module and fill it in `on_train_batch_start`:"
+    " `self.weight.fill_(...)`."
 )
 
 
@@ -68,208 +71,66 @@ class Fit:
         return getattr(self.trainer.strategy, "engine", None)
 
 
-class _Printed:
-    """Standard output that notes what is written."""
+class NoBooks:
+    """Takes the place of `ReplayedStep`, which keeps an engine's books, where there is none."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self.text = stream, ""
+    def begin(self, *_: Any) -> None:
+        """Nothing to do."""
 
-    def write(self, text: str) -> int:
-        self.text += text
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-class EagerRun:
-    """Runs a program eagerly, and looks what it did that a replay would not repeat.
-
-    Args:
-        fit: the fit.
-        module: the module whose state the program may not change.
-        problems: gets the reasons why a replay would differ, in words.
-        states: copies what the program changes in place; without it nothing is copied.
-
-    Attributes:
-        values: all results of the forward, by name.
-        before_forward: what ``states`` returned; likewise at the other ends of both passes.
-        root_grads: the gradients that the backward began with.
-        leaf_grads: what it computed, unless it added that to gradients.
-        random_states: what tracks random states that the forward saves, on CUDA.
-    """
-
-    before_forward: States
-    after_forward: States
-    before_backward: States
-    after_backward: States
-
-    def __init__(
-        self,
-        fit: Fit,
-        module: nn.Module,
-        problems: list[str],
-        states: Callable[[], Any] = lambda: None,
-    ) -> None:
-        self._graphs, self._module, self._problems, self._states = (
-            fit.graphs,
-            module,
-            problems,
-            states,
-        )
-        self._tape = LogTape(fit.root)
-        self.values: dict[str, Any] = {}
-        self.root_grads: Sequence[Tensor] = ()
-        self.leaf_grads: Sequence[Tensor | None] = ()
-        self.random_states = fit.graphs.track_random_states()
-
-    def forward(self, program: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what ``program`` returns, after what it logs was logged."""
-        self._inputs = tensors_in((args, kwargs))
-        self.before_forward = self._states()
-        tracking = self.random_states
-        with (
-            self._looking(),
-            nullcontext() if tracking is None else tracking.track_calls(),
-            self._tape.record(),
-        ):
-            output = program(*args, **kwargs)
-        self.values = self._tape.values() | values_in(output)
-        self.after_forward = self._states()
-        self._tape.play()
-        return output
-
-    def backward(self, program: Callable[[], None]) -> None:
-        """Run the backward of the forward's loss."""
-        self.before_backward = self._states()
-        with self._looking():
-            program()
-        self.after_backward = self._states()
-
-    def _look(self) -> dict[str, Any]:
-        """Return what a replay leaves as it is, by what changes it."""
-        found = {f"changes `self.{n}`": s for n, s in attributes_of(self._module).items()}
-        found["draws a random number of Python or numpy"] = (
-            random.getstate(),
-            repr(np.random.get_state()),
-        )
-        found["writes to its inputs, or to their gradients"] = [
-            (t._version, t.is_leaf and t.grad is not None) for t in self._inputs
-        ]
-        with torch._C.DisableTorchFunctionSubclass():
-            versions = [parameter._version for parameter in self._module.parameters()]
-        found["writes to parameters"] = versions
-        if not isinstance(self._module, LightningModule) and dist.is_initialized():
-            # Ranks need not capture a module at the same time.
-            group: Any = dist.group.WORLD
-            exchanges = group._get_sequence_number_for_group()
-            found["exchanges something with other ranks"] = exchanges
-        return found
-
-    @contextmanager
-    def _looking(self) -> Iterator[None]:
-        waits, printed = list[str](), _Printed(sys.stdout)
-        before = {"prints": "", **self._look()}
-        with contextlib.redirect_stdout(printed), self._graphs.report_waits(waits):
-            yield
-        after = {"prints": printed.text.strip()[:60], **self._look()}
-        for wait in dict.fromkeys(waits):
-            self._problems.append(
-                f"{wait} needs a value, or a size that depends on values, on the host: nobody has"
-                " computed it when the graph is captured. Keep it on the device (`torch.where` for"
-                " `if` and for masks; log the tensor)."
-            )
-        for what in dict.fromkeys([*before, *after]):
-            if before.get(what) != after.get(what):
-                what += f" {after[what]!r}" if what == "prints" else ""
-                self._problems.append(f"It {what}, which a replay would not do again. {_REMEDY}")
-
-
-class Books:
-    """What surrounds each capture and each replay, besides the graphs; see `ReplayedStep`."""
-
-    def begin_forward(self) -> None:
-        """Prepare a forward, before it is captured or replayed."""
-
-    def end_forward(self) -> None:
-        """Take note that a forward was replayed."""
-
-    def open_backward(self) -> None:
-        """Prepare the pass that leads from what became of the loss to the loss."""
-
-    def begin_backward(self, parameters: list[Tensor]) -> None:
-        """Prepare a backward, which adds to gradients of ``parameters``."""
-
-    def end_backward(self) -> None:
-        """Take note that a backward was replayed."""
-
-    def capture_forward(self) -> AbstractContextManager[None]:
-        """Wrap the captured forward, inside of the capture."""
+    def capture(self, *_: Any) -> AbstractContextManager[None]:
+        """Wrap what is captured."""
         return nullcontext()
 
-    def capture_backward(self, parameters: list[Tensor]) -> AbstractContextManager[None]:
-        """Wrap the captured backward; may reduce ``parameters`` to those that get a gradient."""
-        return nullcontext()
+    begin_forward = end_forward = open_backward = begin_backward = end_backward = begin
+    capture_forward = capture_backward = capture
 
 
 class Captured:
     """Two graphs of a program, for inputs of one signature, in memory of their own.
 
-    The forward is captured when the object is made, the backward when it is first repeated, or
-    before that.
-
     Args:
-        name: what is captured, for messages.
-        pair: the graphs of forward and backward, both empty.
-        books: what surrounds captures and replays.
-        root: the module whose calls of ``log`` are repeated.
-        states: copies what the program changes in place.
         program: the program.
-        inputs: its arguments, and those by name.
+        record: the runs with such inputs.
+        inputs: the arguments, and those by name.
 
     Attributes:
-        output: what the program returned; replays refill its tensors.
-        leaf_grads: what the backward computed, unless it added that to gradients.
+        given: for each output, whether the backward gets a gradient of it.
+        user: autograd's node of the last replay, until it has died.
     """
 
-    def __init__(
-        self,
-        name: str,
-        pair: tuple[Graph, Graph],
-        books: Any,
-        root: LightningModule,
-        states: Callable[[], States],
-        program: Callable[..., Any],
-        inputs: Any,
-    ) -> None:
-        self._name, self._pair, self.books, self._states = name, pair, books, states
-        self._tape = LogTape(root)
+    user: weakref.ref[Any] | None = None
+
+    def __init__(self, program: Program, record: Record, inputs: Any) -> None:
+        self.program, self.given, self._books = program, record.given, program.make_books()
+        self._pair = program.fit.graphs.make_pair(record.offsets, program.has_own_pool)
+        self._tape = LogTape(program.fit.root)
         self._inputs = apply_to_collection(
             inputs, Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad)
         )
         self._static_inputs = tensors_in(self._inputs)
-        self._roots, self._root_grads = list[Tensor](), list[Tensor]()
-        self._leaves: list[Tensor] = []
-        self.leaf_grads: Sequence[Tensor | None] = ()
+        self._leaf_grads: dict[str, Tensor | None] = {}
         self._is_noisy: bool | None = None  # two replays of the same give other bits
         args, kwargs = self._inputs
-        books.begin_forward()
+        # hazard: the graph would always read casts of an earlier run, made of this step's weights;
+        # a later run would find the graph's.
+        torch.clear_autocast_cache()
+        self._books.begin_forward()
         with (
-            naming_failure(f"the forward of {name}"),
-            pair[0].capture(),
-            books.capture_forward(),
+            naming_failure(f"the forward of {program.name}"),
+            self._pair[0].capture(),
+            self._books.capture_forward(),
             self._tape.record(),
         ):
-            self.output = program(*args, **kwargs)
+            self.output = program.eager(*args, **kwargs)
+        torch.clear_autocast_cache()
         outputs = tensors_in(self.output)
         self.requires_grad = [t.requires_grad for t in outputs]
-        self._roots, self._leaves = self._choose_ends(outputs)
+        self._roots = [t for t, is_given in zip(outputs, self.given, strict=True) if is_given]
         self._root_grads = [torch.zeros_like(t, requires_grad=False) for t in self._roots]
         self.output = apply_to_collection(self.output, Tensor, Tensor.detach)
-
-    def _choose_ends(self, outputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return outputs that get gradients, and tensors whose gradients are computed."""
-        raise NotImplementedError
+        state = program.snapshot()
+        self._repeat(self._root_grads)  # captures the backward
+        state.restore()
 
     @torch.no_grad()
     def copy_inputs(self, inputs: Any) -> None:
@@ -277,75 +138,77 @@ class Captured:
         for static, tensor in zip(self._static_inputs, tensors_in(inputs), strict=True):
             static.copy_(tensor, non_blocking=True)
 
-    def repeat_forward(self) -> None:
-        """Replay the forward, without its logging."""
-        self.books.begin_forward()
-        self._pair[0].replay()
-        self.books.end_forward()
-
-    def log(self) -> None:
-        """Log what the program logs."""
+    def replay(self, inputs: Any) -> Any:
+        """Replay the forward and its logging; return the output, in memory of its own."""
+        self._repeat_forward()
         self._tape.play()
+        real = self.program.sources(inputs)
+        sources = [real[name] for name, grad in self._leaf_grads.items() if grad is not None]
+        # With `zero3` a step's gradients are none of autograd's: one input makes the node needed.
+        anchor = torch.zeros((), requires_grad=True)
+        results = iter(_Node.apply(self, anchor, *sources))
+        return apply_to_collection(self.output, Tensor, lambda _: next(results))
 
-    def repeat_backward(self, root_grads: Sequence[Tensor]) -> None:
-        """Replay the backward; the first call captures it."""
+    def _repeat_forward(self) -> None:
+        self._books.begin_forward()
+        self._pair[0].replay()
+        self._books.end_forward()
+
+    def repeat_backward(self, root_grads: Sequence[Tensor]) -> list[Tensor]:
+        """Replay the backward, which the first call captures; return gradients that there are."""
+        self._books.open_backward()
         for static, gradient in zip(self._root_grads, root_grads, strict=True):
             static.copy_(gradient)
-        self.books.begin_backward(self._leaves)
+        self._books.begin_backward([])
         if self._roots:
-            self.capture_backward()
+            with (
+                naming_failure(f"the backward of {self.program.name}"),
+                self._pair[1].capture(),
+                self._books.capture_backward([]),
+            ):
+                sources = self.program.sources(self._inputs)
+                self._leaf_grads = self.program.differentiate(
+                    self._roots, self._root_grads, sources, keep=False
+                )
+            self._roots = []
         self._pair[1].replay()
-        self.books.end_backward()
+        self._books.end_backward()
+        return [grad for grad in self._leaf_grads.values() if grad is not None]
 
-    def capture_backward(self) -> None:
-        """Capture the backward of the captured forward."""
-        with (
-            naming_failure(f"the backward of {self._name}"),
-            self._pair[1].capture(),
-            self.books.capture_backward(self._leaves),
-        ):
-            self._differentiate()
-        self._roots = []
-
-    def _differentiate(self) -> None:
-        torch.autograd.backward(self._roots, self._root_grads)
+    def _repeat(self, root_grads: Sequence[Tensor]) -> dict[str, Any]:
+        """Replay all; return all results."""
+        self._repeat_forward()
+        values = self._tape.values() | values_in(self.output, "the output")
+        with self.program.around_backward():
+            self.repeat_backward(root_grads)
+        return values | self.program.results(self._leaf_grads)
 
     def compare(
-        self, eager: EagerRun, around_backward: Callable[[], AbstractContextManager] = nullcontext
+        self, before: States, root_grads: Sequence[Tensor], expected: dict[str, Any]
     ) -> str | None:
-        """Replay an eager run that is over; return in words the first difference, or None.
-
-        What the eager run left stays.
+        """Replay an eager run; return in words the first difference, or None.
 
         Args:
-            eager: the run, whose inputs are the static ones.
-            around_backward: returns a context for the replay of the backward.
+            before: the state before that run.
+            root_grads: the gradients that its backward began with.
+            expected: its results.
         """
-        end = self._states()
-
-        def replay() -> dict[str, Any]:
-            eager.before_forward.restore()
-            self.repeat_forward()
-            found = self._tape.values() | values_in(self.output)
-            after_forward = self._states()
-            eager.before_backward.restore()
-            with around_backward():
-                self.books.open_backward()
-                self.repeat_backward(eager.root_grads)
-            return all_results(found, after_forward, self._states(), self.leaf_grads)
-
-        found = replay()
+        before.restore()
+        found = self._repeat(root_grads)
         if self._is_noisy is None:
-            self._is_noisy = first_difference(found, replay()) is not None
-        end.restore()
-        theirs = all_results(
-            eager.values, eager.after_forward, eager.after_backward, eager.leaf_grads
-        )
-        return first_difference(found, theirs, noisy=self._is_noisy)
+            before.restore()
+            self._is_noisy = first_difference(found, self._repeat(root_grads)) is not None
+        return first_difference(found, expected, noisy=self._is_noisy)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the backward of a module's replay still needs the graphs' memory."""
+        user = None if self.user is None else self.user()
+        return self.program.has_own_pool and user is not None and not user.is_over
 
     def reset(self) -> None:
-        """Free the graphs."""
-        for graph in self._pair:
+        """Free the graphs, unless a backward still needs them; autograd's node frees those."""
+        for graph in () if self.is_busy else self._pair:
             graph.reset()
 
     @property
@@ -354,16 +217,38 @@ class Captured:
         return sum(t.nbytes for t in self._static_inputs)
 
 
-def all_results(
-    values: dict[str, Any],
-    after_forward: States,
-    after_backward: States,
-    leaf_grads: Sequence[Tensor | None],
-) -> dict[str, Any]:
-    """Return all results of a run in one dict, in the order in which they come about."""
-    first = {f"{n}, after the forward,": v for n, v in after_forward.values.items()}
-    grads = {f"the gradient of input {k}": g for k, g in enumerate(leaf_grads)}
-    return values | first | after_backward.values | grads
+class _Node(torch.autograd.Function):
+    """A replay."""
+
+    @staticmethod
+    def forward(ctx: Any, graphs: Captured, *sources: Tensor) -> tuple[Tensor, ...]:
+        ctx.graphs, ctx.is_over, graphs.user = graphs, False, weakref.ref(ctx)
+        outputs = [t.clone() for t in tensors_in(graphs.output)]
+        pairs = zip(outputs, graphs.requires_grad, strict=True)
+        ctx.mark_non_differentiable(*[t for t, needed in pairs if not needed])
+        ctx.set_materialize_grads(False)
+        # Autograd compares the versions of saved tensors.
+        ctx.save_for_backward(*[t for t in sources if t.is_leaf])
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        graphs, name = ctx.graphs, ctx.graphs.program.name
+        _ = ctx.saved_tensors  # raises if a weight was written since the forward
+        if graphs.user() is not ctx:
+            raise RuntimeError(
+                f"{name}, which is captured, ran again before a second backward of its earlier"
+                " run. Run backward first."
+            )
+        if [g is not None for g in grads] != graphs.given:
+            raise RuntimeError(
+                f"{name}: other outputs get gradients now than in its eager runs. Leave it out of"
+                " `CUDAGraphStep(modules=...)`."
+            )
+        ctx.is_over = True
+        found = graphs.repeat_backward([g for g in grads if g is not None])
+        return None, None, *[g.clone() for g in found]
 
 
 @contextmanager
@@ -381,20 +266,6 @@ def naming_failure(what: str) -> Iterator[None]:
             " that eager steps did not show (see the error above). Run without `CUDAGraphStep`, or"
             " choose the modules that are captured, `CUDAGraphStep(modules=...)`."
         ) from error
-
-
-def leaves_of(*outputs: Tensor) -> list[Tensor]:
-    """Return the tensors whose ``grad`` a backward of ``outputs`` can add to."""
-    found, seen, waiting = [], set(), [t.grad_fn for t in outputs]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):  # torch's `AccumulateGrad`
-            found.append(node.variable)
-        waiting += [next_node for next_node, _ in node.next_functions]
-    return found
 
 
 def signature(inputs: Any) -> Hashable:
@@ -436,8 +307,8 @@ class Record:
     Attributes:
         graphs: the captured graphs; None before the capture.
         problems: why a step with such inputs cannot be captured; one that comes seldom need not be.
-        offsets: see :class:`~.random_states.RandomStates`; of the last eager run.
-        given: of a module's last watched run with a backward, which outputs got gradients.
+        offsets: see :func:`~.random_states.note_offsets`; of the last watched run.
+        given: which outputs got gradients, in the last eager run with a backward.
         kind: numbers, and shapes of tensors, that the last eager run returned and logged, by name.
         watched: number of watched runs.
         verified: number of replays that were compared with eager runs.
@@ -459,16 +330,21 @@ class Part:
 
     Args:
         name: what it is called in messages.
+        paying: number of replays after which a capture has paid.
+        remedy: what to do if its graphs go out of date again and again.
 
     Attributes:
         problems: why this rank cannot capture it; empty again once all ranks know.
         is_eager: whether it runs eagerly from now on.
         replays: number of replays.
+        recaptures: number of times that its graphs went out of date.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, paying: int = 1, remedy: str = _CHANGING) -> None:
         self.name, self.problems = name, list[str]()
-        self.is_eager, self.replays = False, 0
+        self.is_eager, self.replays, self.recaptures = False, 0, 0
+        self._paying, self._remedy = paying, remedy
+        self._in_vain = self._replays_before = 0
 
     @property
     def input_nbytes(self) -> int:
@@ -487,30 +363,68 @@ class Part:
         """Free the graphs and restore what was replaced."""
         self.drop()
 
+    def recapture(self, changes: list[str]) -> None:
+        """Free the graphs, which are out of date, on this rank because of ``changes``.
+
+        If the captures do not pay, this is a problem of the ranks that know of changes.
+        """
+        self.drop()
+        has_paid = self.replays - self._replays_before >= self._paying
+        self._in_vain = 0 if has_paid else self._in_vain + 1
+        self.recaptures, self._replays_before = self.recaptures + 1, self.replays
+        for change in changes[:1]:
+            rank_zero_info(f"CUDAGraphStep: {change} changed; {self.name} is captured again")
+            if self._in_vain > MOST_IN_VAIN:
+                self.problems.append(
+                    f"Its graphs went out of date {self._in_vain} times, each time before they had"
+                    f" paid; the last time, {change} changed. {self._remedy}"
+                )
+
 
 class Program(Part):
     """The graphs of a step or of a module for all signatures of its inputs.
 
+    It replaces a method, during a fit.
+
     Args:
         name: what it is called in messages.
         fit: the fit.
-        module: the module whose method is captured.
-        method: its method.
+        module: the module that is captured.
+        method: the name of the method that is replaced.
+        owner: the object whose method it is; by default the module.
 
     Attributes:
         module: the module.
+        eager: the method that was replaced.
         records: the runs by the signature of their inputs.
-        warmup: number of eager runs before a capture.
         verified: number of replays that were compared with eager runs.
-        recaptures: number of times that the graphs went out of date.
+        has_own_pool: whether other graphs may be replayed between a forward and its backward.
     """
 
-    def __init__(self, name: str, fit: Fit, module: nn.Module, method: str) -> None:
-        super().__init__(name)
-        self.fit, self.warmup, self.module, self._method = fit, fit.warmup, module, method
+    has_own_pool = False
+
+    def __init__(
+        self, name: str, fit: Fit, module: nn.Module, method: str, owner: Any = None
+    ) -> None:
+        super().__init__(name, _PAYING_REPLAYS * fit.warmup)
+        self.fit, self.module, self._method = fit, module, method
+        self._owner = module if owner is None else owner
+        self._own, self.eager = vars(self._owner).get(method), getattr(self._owner, method)
+        vars(self._owner)[method] = wraps(self.eager)(partial(self.call))
         self.records: dict[Hashable, Record] = {}
         self._fingerprint: Fingerprint | None = None
-        self.verified = self.recaptures = self._in_vain = self._replays_before = 0
+        self.verified = self._unverified = 0  # since the last comparison
+
+    def uninstall(self) -> None:
+        """Free the graphs and restore the method."""
+        del vars(self._owner)[self._method]
+        if self._own is not None:
+            vars(self._owner)[self._method] = self._own
+        self.drop()
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Take the place of the method."""
+        raise NotImplementedError
 
     @property
     def graphs(self) -> list[Any]:
@@ -538,8 +452,9 @@ class Program(Part):
         record = self.records.setdefault(key, Record())
         begins_epoch, record.epoch = record.epoch != epoch, epoch
         if record.graphs is None:
-            is_due = begins_epoch or record.watched < self.warmup
-            return Run.WATCH if is_due else Run.CAPTURE, record
+            # The backward of the last run may be still to come, or there was none.
+            is_known = record.watched >= self.fit.warmup and (any(record.given) or record.problems)
+            return Run.CAPTURE if is_known and not begins_epoch else Run.WATCH, record
         if begins_epoch or record.verified < self.fit.verify:
             record.verified += 1
             self.verified += 1
@@ -550,44 +465,168 @@ class Program(Part):
         """Return the list that gets the problems of an eager run."""
         return self.problems
 
-    def states(self) -> States:
-        """Copy what the program changes in place."""
-        return States(self.module, self.fit.device)
+    def sources(self, inputs: Any) -> dict[str, Tensor]:
+        """Return the inputs and parameters that get gradients, by name."""
+        found = {f"input {k}": tensor for k, tensor in enumerate(tensors_in(inputs))}
+        found |= self.module.named_parameters()
+        return {name: tensor for name, tensor in found.items() if tensor.requires_grad}
 
-    def run_eagerly(
-        self, record: Record, program: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        """Run the forward eagerly; return the run and the output."""
-        graphs, problems = record.graphs, self.problems_of(record)
-        states = [] if graphs is None else [self.states]
-        eager = EagerRun(self.fit, self.module, problems, *states)
-        output = eager.forward(program, *args, **kwargs)
+    def differentiate(
+        self, roots: list[Tensor], grads: list[Tensor], sources: dict[str, Tensor], keep: bool
+    ) -> dict[str, Tensor | None]:
+        """Return gradients of ``sources``, by name.
+
+        Raises:
+            RuntimeError: autograd refuses, or a hook of a parameter would run twice.
+        """
+        for name, source in sources.items():
+            if keep and source._backward_hooks:
+                raise RuntimeError(f"{name} has a hook, which would run twice.")
+        found = torch.autograd.grad(
+            roots, list(sources.values()), grads, retain_graph=keep, allow_unused=True
+        )
+        return dict(zip(sources, found, strict=True))
+
+    def around_backward(self) -> AbstractContextManager[Any]:
+        """Return a context for a backward inside of the forward."""
+        return torch.autocast(self.fit.device.type, enabled=False)
+
+    def make_books(self) -> Any:
+        """Return what keeps the books around captures and replays."""
+        return NoBooks()
+
+    def snapshot(self) -> States:
+        """Copy what the program changes in place."""
+        return States(self.module, None)
+
+    def results(self, grads: dict[str, Tensor | None]) -> dict[str, Any]:
+        """Return what a run has changed, and gradients that it computed, by name."""
+        found = {f"the gradient of {n}": g if g is None else g.clone() for n, g in grads.items()}
+        return self.snapshot().values | found
+
+    def run(self, run: Run, record: Record, inputs: Any) -> Any:
+        """Run the program as was chosen."""
+        if record.graphs is not None:
+            record.graphs.copy_inputs(inputs)
+        if run in (Run.WATCH, Run.VERIFY):
+            return self._run_eagerly(record, inputs)
+        if record.graphs is None:
+            # The capture is this run in Python, so that what the program counts in Python is what
+            # it counts in an eager run.
+            record.graphs = Captured(self, record, inputs)
+            self._fingerprint = Fingerprint(self.fit.trainer, self.module, self._method)
+        self.replays += 1
+        self._unverified += 1
+        return record.graphs.replay(inputs)
+
+    def _run_eagerly(self, record: Record, inputs: Any) -> Any:
+        """Run eagerly, and look what a replay would leave undone, or compare one.
+
+        The outputs are differentiated once more, by gradients that are made up, as those of the
+        loss are not there yet.
+        """
+        graphs, problems, tape = record.graphs, self.problems_of(record), LogTape(self.fit.root)
+        args, kwargs = apply_to_collection(inputs, Tensor, _alias)
+        sources, before = self.sources((args, kwargs)), self.snapshot()
+        offsets = record.offsets if graphs is None else []
+        with self._looking(problems, inputs, offsets), tape.record():
+            output = self.eager(*args, **kwargs)
+        values, outputs = tape.values() | values_in(output, "the output"), tensors_in(output)
+        tape.play()
+        after = self.snapshot()
+        given = [t.requires_grad for t in outputs] if graphs is None else graphs.given
+        roots = [t for t, is_given in zip(outputs, given, strict=False) if is_given]
+        # Not all alike, or the gradients of a norm would be zero.
+        root_grads = [t.detach().cos() for t in roots]
+        grads: dict[str, Tensor | None] = {}
+        try:
+            with self._looking(problems, inputs, []), self.around_backward():
+                grads |= self.differentiate(roots, root_grads, sources, True) if roots else {}
+        except RuntimeError as error:
+            problems.append(
+                "Its outputs cannot be differentiated an additional time (a checkpoint needs"
+                f" `use_reentrant=False`): {error}"
+            )
+        problems += self._find_foreign(outputs, sources)
         if graphs is None:
             record.watched += 1
-            if eager.random_states is not None:
-                record.offsets = eager.random_states.offsets
-            before, record.kind = (
-                record.kind,
-                {
-                    name: f"of shape {list(each.shape)}" if isinstance(each, Tensor) else each
-                    for name, each in eager.values.items()
-                },
-            )
+            last, record.kind = record.kind, {n: _kind(value) for n, value in values.items()}
             turns = "in one step", "in the next"
-            change = None if before is None else first_difference(before, record.kind, turns)
+            change = None if last is None else first_difference(last, record.kind, turns)
             if change is not None:
                 problems.append(
                     f"What is logged or returned changes from step to step: {change}. {_REMEDY}"
                 )
-        return eager, output
+        else:
+            change = graphs.compare(before, root_grads, values | self.results(grads))
+            if change is not None:
+                problems.append(self._differs(change))
+            self._unverified = 0
+        after.restore()
+        seen = [False] * len(outputs)
 
-    def add(self, record: Record, graphs: Captured) -> None:
-        """Add the graphs of inputs with this record."""
-        record.graphs = graphs
-        self._fingerprint = Fingerprint(self.fit.trainer, self.module, self._method)
-        if len(self.graphs) == self.fit.max_graphs:
-            # No other signature will be captured: free the records of the others.
-            self.records = {k: r for k, r in self.records.items() if r.graphs is not None}
+        def note(k: int, gradient: Tensor | None) -> None:
+            if gradient is None:  # as of `DistributedDataParallel`
+                return
+            seen[k], record.given = True, seen
+            if graphs is not None and not given[k]:
+                problems.append(self._differs("other outputs get gradients than before"))
+
+        # The hooks are those of other tensors, as one output may be computed from another.
+        output = apply_to_collection(output, Tensor, _alias)
+        for k, tensor in enumerate(tensors_in(output)):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(note, k))
+        return output
+
+    def _differs(self, difference: str) -> str:
+        return (
+            f"An eager run and its replay are not the same: {difference}\n    Since the last"
+            f" comparison {self._unverified} runs were replayed."
+        )
+
+    def _find_foreign(self, outputs: list[Tensor], sources: dict[str, Tensor]) -> list[str]:
+        """Return what is wrong with parameters, other than ``sources``, that outputs depend on."""
+        optimizers = self.fit.trainer.optimizers
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        names = {p: "a tensor of the optimizer" for group in groups for p in group["params"]}
+        names |= {parameter: name for name, parameter in self.fit.root.named_parameters()}
+        leaves = set(_leaves_between(sources.values(), outputs)).difference(sources.values())
+        return [
+            f"It computes with {names[leaf]}, which is none of its parameters: its gradient would"
+            " be lost. Pass it to `forward`, or capture a module that has both."
+            for leaf in leaves.intersection(names)
+        ]
+
+    def _look(self, inputs: Any) -> dict[str, Any]:
+        """Return what a replay leaves as it is, by what changes it."""
+        found = {f"changes `self.{n}`": s for n, s in attributes_of(self.module).items()}
+        found["writes to its inputs"] = [(t._version, t.requires_grad) for t in tensors_in(inputs)]
+        with torch._C.DisableTorchFunctionSubclass():
+            found["writes to parameters"] = [p._version for p in self.module.parameters()]
+        return found
+
+    @contextmanager
+    def _looking(self, problems: list[str], inputs: Any, offsets: list[int]) -> Iterator[None]:
+        waits, printed, before = list[str](), io.StringIO(), self._look(inputs)
+        try:
+            with redirect_stdout(printed), self.fit.graphs.watch(waits, offsets):
+                yield
+        finally:
+            text = printed.getvalue()
+            sys.stdout.write(text)
+        after = self._look(inputs)
+        if text:
+            after[f"prints {text.strip()[:60]!r}"] = text
+        for wait in dict.fromkeys(waits):
+            problems.append(
+                f"{wait} needs a value, or a size that depends on values, on the host: nobody has"
+                " computed it when the graph is captured. Keep it on the device (`torch.where` for"
+                " `if` and for masks; log the tensor)."
+            )
+        for what in dict.fromkeys([*before, *after]):
+            if before.get(what) != after.get(what):
+                problems.append(f"It {what}, which a replay would not do again. {_REMEDY}")
 
     def changes(self) -> list[str]:
         """Return what has changed since the last capture."""
@@ -599,26 +638,30 @@ class Program(Part):
             each.reset()
         self.records, self._fingerprint = {}, None
 
-    def recapture(self, changes: list[str]) -> None:
-        """Free the graphs, which are out of date, on this rank because of ``changes``.
-
-        If the captures do not pay, this is a problem of the ranks that know of changes.
-        """
-        self.drop()
-        has_paid = self.replays - self._replays_before >= _PAYING_REPLAYS * self.warmup
-        self._in_vain = 0 if has_paid else self._in_vain + 1
-        self.recaptures, self._replays_before = self.recaptures + 1, self.replays
-        for change in changes[:1]:
-            rank_zero_info(f"CUDAGraphStep: {change} changed; {self.name} is captured again")
-            if self._in_vain > MOST_IN_VAIN:
-                self.problems.append(
-                    f"Its graphs went out of date {self._in_vain} times, each time before they had"
-                    f" paid; the last time, {change} changed. Keep a number that changes in a"
-                    " buffer of the module and fill it in `on_train_batch_start`:"
-                    " `self.weight.fill_(...)`."
-                )
-
     @property
     def input_nbytes(self) -> int:
         """Bytes of the static inputs of all graphs."""
         return sum(each.input_nbytes for each in self.graphs)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor
+
+
+def _kind(value: Any) -> Any:
+    return f"of shape {list(value.shape)}" if isinstance(value, Tensor) else value
+
+
+def _leaves_between(inputs: Iterable[Tensor], outputs: list[Tensor]) -> list[Tensor]:
+    """Return the leaves of autograd's graph from ``inputs`` to ``outputs``."""
+    found, seen = [], {None, *(t.grad_fn for t in inputs)}
+    waiting: list[Any] = [t.grad_fn for t in outputs]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):  # torch's `AccumulateGrad`
+            found.append(node.variable)
+        waiting += [next_node for next_node, _ in node.next_functions]
+    return found

@@ -17,30 +17,25 @@ from torch import Tensor
 from .software_graph import replaced
 
 
-class RandomStates:
-    """Tracks the calls of ``get_rng_state`` in an eager forward on CUDA.
+@contextmanager
+def note_offsets(offsets: list[int]) -> Iterator[None]:
+    """Wrap an eager forward on CUDA, and note the random states that it saves.
 
-    Attributes:
-        offsets: for each state that the forward saved, its distance from the state at the start of
-            the forward, in random numbers of one thread of a CUDA kernel.
+    Args:
+        offsets: gets the distance of each state from that at the start, in random numbers of one
+            thread of a CUDA kernel.
     """
+    real_get = torch.cuda.get_rng_state
+    start = _offset(real_get())
+    offsets.clear()
 
-    def __init__(self) -> None:
-        self.offsets: list[int] = []
+    def get_rng_state(*args: Any) -> Tensor:
+        state = real_get(*args)
+        offsets.append(_offset(state) - start)
+        return state
 
-    @contextmanager
-    def track_calls(self) -> Iterator[None]:
-        """Wrap a forward."""
-        real_get = torch.cuda.get_rng_state
-        start, self.offsets = _offset(real_get()), []
-
-        def get_rng_state(*args: Any) -> Tensor:
-            state = real_get(*args)
-            self.offsets.append(_offset(state) - start)
-            return state
-
-        with replaced(vars(torch.cuda), {"get_rng_state": get_rng_state}):
-            yield
+    with replaced(vars(torch.cuda), {"get_rng_state": get_rng_state}):
+        yield
 
 
 def _offset(state: Tensor) -> int:
@@ -58,7 +53,7 @@ class CapturedRandomStates:
 
     Args:
         device: the device whose default generator is tracked.
-        offsets: the offsets that an eager step found; see :class:`RandomStates`.
+        offsets: the offsets that an eager step found; see :func:`note_offsets`.
 
     Attributes:
         states: the separate states, which the graph of the backward must register.
@@ -67,19 +62,18 @@ class CapturedRandomStates:
     def __init__(self, device: torch.device, offsets: list[int]) -> None:
         self._generator = torch.cuda.default_generators[device.index or 0]
         self._home = self._generator.graphsafe_get_state()
-        self._offsets = offsets
+        self._offsets = list(offsets)
         self.states = [self._generator.clone_state() for _ in offsets]
+        self._saved: list[Tensor] = []
 
     @contextmanager
-    def track_calls(self, forward: bool) -> Iterator[None]:
+    def track_calls(self, is_backward: bool) -> Iterator[None]:
         """Wrap a forward, or its backward.
 
         Raises:
             RuntimeError: the captured program saved other states than the eager one, or goes back
                 to one in a way that no graph can repeat.
         """
-        if forward:
-            self._saved: list[Tensor] = []
         unused = dict(enumerate(self.states))
         home: Tensor | None = None
         is_home = True
@@ -87,7 +81,7 @@ class CapturedRandomStates:
         def get_rng_state(*_: object) -> Tensor:
             nonlocal home
             state = torch.empty(0, dtype=torch.uint8)  # only its identity counts
-            if forward:
+            if not is_backward:
                 self._saved.append(state)
             elif is_home:
                 home = state
@@ -98,7 +92,7 @@ class CapturedRandomStates:
             is_home = state is home
             number = next((n for n, saved in enumerate(self._saved) if saved is state), -1)
             found = self._home if is_home else unused.pop(number, None)
-            if forward or found is None:
+            if found is None or not is_backward:
                 raise RuntimeError(
                     "It goes back to a random state as no graph can, as dropout does in a"
                     " checkpoint inside of a re-entrant one. Make the outer one with"
@@ -115,12 +109,11 @@ class CapturedRandomStates:
         if len(self._saved) != len(self.states) or not is_home:
             raise RuntimeError("It saved other random states than in eager steps, or set others.")
 
-    def begin_forward(self) -> None:
-        """Note seed and offset of the generator before the forward is replayed."""
-        self._start = self._generator.initial_seed(), self._generator.get_offset()
-
-    def begin_backward(self) -> None:
-        """Set the separate states before the backward is replayed."""
+    def begin(self, is_backward: bool) -> None:
+        """Prepare the replay of the forward, or of the backward, which sets the separate states."""
+        if not is_backward:
+            self._start = self._generator.initial_seed(), self._generator.get_offset()
+            return
         seed, start = self._start
         for state, offset in zip(self.states, self._offsets, strict=True):
             state.manual_seed(seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -12,41 +13,146 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
+from torch._functorch import config as functorch_config
 
 from ...strategies.collectives import Meeting, make_collectives
+from ...strategies.engine import ReplayedStep, rehearsed_backward
+from ...strategies.liveness import Activity
+from .compare import States
 from .fingerprint import names_read
 from .modules import CapturedModule, find_modules
 from .optimizer import CapturedOptimizer
-from .program import Fit, Part
-from .step import Step
+from .program import Fit, NotCapturable, Part, Program, Record, Run, signature
 
 _LEAST = torch.iinfo(torch.int64).min
+_NO_LOSS = (
+    "`training_step` returned no loss. Return one that is zero, so that every step is the same."
+)
 
 
 class GraphCaptureError(RuntimeError):
     """With ``strict``, something cannot be captured, or is not what the eager step computes."""
 
 
-class Runner:
+class Step(Program):
+    """Replaces ``training_step``: of the module, or with `zero3`, which exchanges inside, the
+    strategy's.
+
+    Args:
+        runner: the runner.
+
+    Attributes:
+        steps: number of micro-batches so far; those that are not replayed run eagerly.
+        is_replay: whether the current micro-batch is replayed.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner, strategy = runner, runner.trainer.strategy
+        owner = runner.root if runner.engine is None else strategy
+        super().__init__("the training step", runner, runner.root, "training_step", owner)
+        self.steps, self.is_replay = 0, False
+
+    def drop(self) -> None:
+        """Free all graphs, and with them the memory pool."""
+        super().drop()
+        for part in self._runner.parts[1:]:
+            part.drop()
+        self.fit.graphs.renew_pools()
+
+    def stop(self) -> None:
+        """Run eagerly from now on."""
+        super().stop()
+        if self.fit.engine is not None:
+            self.fit.engine.expect_graphs(False)
+
+    def problems_of(self, record: Record) -> list[str]:
+        """Return the list that gets the problems of an eager run."""
+        return record.problems if record.graphs is None else self.problems
+
+    def differentiate(
+        self, roots: list[Tensor], grads: list[Tensor], sources: dict[str, Tensor], keep: bool
+    ) -> dict[str, Tensor | None]:
+        """Return gradients of ``sources``; with `zero3` they are added to the engine's instead."""
+        if self.fit.engine is None:
+            return super().differentiate(roots, grads, sources, keep)
+        torch.autograd.backward(roots, grads, retain_graph=keep)
+        return {}
+
+    def around_backward(self) -> AbstractContextManager[Any]:
+        """Return a context for a backward inside of the forward."""
+        engine = self.fit.engine
+        return super().around_backward() if engine is None else rehearsed_backward(engine)
+
+    def make_books(self) -> Any:
+        """Return what keeps the books around captures and replays."""
+        engine = self.fit.engine
+        return super().make_books() if engine is None else ReplayedStep(engine)
+
+    def snapshot(self) -> States:
+        """Copy what the step changes in place."""
+        return States(self.module, self.fit.engine)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Take the place of ``training_step``."""
+        self.is_replay, self.steps = False, self.steps + 1
+        run, record = (Run.PLAIN, Record()) if self.is_eager else self._choose(args[0])
+        if run is Run.PLAIN:
+            return self.eager(*args, **kwargs)
+        self.is_replay = run in (Run.CAPTURE, Run.REPLAY)
+        watch = getattr(self.fit.trainer.strategy, "watch", None)
+        with nullcontext() if watch is None else watch.doing(Activity.FORWARD):
+            output = self.run(run, record, (args, kwargs))
+        if output is None:  # and no backward comes
+            self.problems_of(record).append(_NO_LOSS)
+        return output
+
+    def _choose(self, batch: Any) -> tuple[Run, Record]:
+        """Return how to run a micro-batch, and its record; collective.
+
+        All ranks know the signatures of all, so they take the same decisions. On all ranks this
+        method also does what one of them needs: stop capturing, drop graphs that are out of date,
+        or run an optimizer's update eagerly.
+        """
+        digest = 0
+        try:
+            digest = hash(signature(batch)) >> 1  # an int64 above the least
+        except NotCapturable as error:
+            self.problems.append(str(error))
+        changes = self.changes()
+        digests, is_stale = self._runner.agree([digest, bool(changes)])
+        if self.is_eager:
+            return Run.PLAIN, Record()
+        if any(is_stale):
+            self.recapture(changes)
+        run, record = self.choose(digests)
+        if run is Run.CAPTURE:
+            self.problems += record.problems
+            self._runner.agree()
+        return (Run.PLAIN, Record()) if self.is_eager else (run, record)
+
+
+class Runner(Fit):
     """Captures the parts of a training during a fit.
 
     Args:
-        fit: the fit.
+        arguments: those of `Fit`.
 
     Attributes:
         parts: what is captured.
         step: the training step, if it is captured as a whole.
     """
 
-    def __init__(self, fit: Fit) -> None:
-        self._fit, self.parts = fit, list[Part]()
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.parts = list[Part]()
         self.step: Step | None = None
-        group = dist.group.WORLD if fit.trainer.world_size > 1 else None
+        group = dist.group.WORLD if self.trainer.world_size > 1 else None
         self._communicator = (
-            make_collectives(group, fit.device) if fit.engine is None else fit.engine.collectives
+            make_collectives(group, self.device) if self.engine is None else self.engine.collectives
         )
         self._size = self._communicator.world_size * self._communicator.replicas
+        self._stack = ExitStack()
 
     def install(self, optimizer: bool, patterns: list[str] | None) -> None:
         """Replace the methods of what is captured; collective.
@@ -55,32 +161,27 @@ class Runner:
             optimizer: capture the optimizers' updates beside the step.
             patterns: names of modules to capture instead of the step.
         """
-        fit, trainer = self._fit, self._fit.trainer
-        fit.graphs.enter_stream()
-        problems = check_run(trainer, patterns is None)
-        found = {} if patterns is None else find_modules(fit.root, patterns)
+        self._stack.enter_context(self.graphs.in_stream())
+        # What `torch.compile` makes from here on can be differentiated twice.
+        self._stack.enter_context(functorch_config.patch(donated_buffer=False))
+        problems = check_run(self.trainer, patterns is None)
+        found = {} if patterns is None else find_modules(self.root, patterns)
         if any(flag for (flag,) in self._gather([bool(problems)])):
             self._report("the training step" if patterns is None else "a module", problems)
         elif patterns is not None:
-            self.parts = [CapturedModule(name, module, fit) for name, module in found.items()]
+            self.parts = [CapturedModule(name, module, self) for name, module in found.items()]
         else:
-            step = self.step = Step(fit, self.agree, self._free_pool)
-            optimizers = trainer.optimizers if optimizer else []
-            updates = [CapturedOptimizer(each, fit, lambda: step.is_replay) for each in optimizers]
-            self.parts = [step, *updates]
-
-    def _free_pool(self) -> None:
-        for part in self.parts[1:]:
-            part.drop()
-        self._fit.graphs.renew_pools()
+            self.step = Step(self)
+            optimizers = self.trainer.optimizers if optimizer else []
+            self.parts = [self.step, *(CapturedOptimizer(each, self) for each in optimizers)]
 
     def uninstall(self) -> None:
         """Free the graphs and restore all methods."""
         for part in self.parts:
             part.uninstall()
         self.parts = []
-        self._fit.graphs.renew_pools()
-        self._fit.graphs.leave_stream()
+        self.graphs.renew_pools()
+        self._stack.close()
 
     def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the ``numbers`` of each rank, in rank order.
@@ -99,7 +200,7 @@ class Runner:
         rows = torch.full((self._size, len(numbers)), _LEAST, dtype=torch.int64, device="cpu")
         rows[self._communicator.global_rank] = torch.tensor(numbers, device="cpu")
         gathered = self._communicator.agree(rows.view(-1), Meeting.GRAPHS).view(rows.shape).tolist()
-        if self._fit.engine is None:
+        if self.engine is None:
             # Without an engine no code compares the log of exchanges, or empties it.
             self._communicator.exchange_log.suspend_trace()
         return gathered
@@ -144,7 +245,7 @@ class Runner:
         text = f"CUDAGraphStep: {subject} cannot be captured{where}:\n" + "\n".join(
             f"  - {problem}" for problem in dict.fromkeys(found)
         )
-        if self._fit.strict:
+        if self.strict:
             raise GraphCaptureError(text)
         rank_zero_warn(
             f"{text}\nIt runs without a graph on all ranks. `CUDAGraphStep(strict=True)` makes this"
@@ -158,23 +259,18 @@ class Runner:
 
     def memory_bytes(self) -> dict[str, int]:
         """See :meth:`CUDAGraphStep.memory_bytes`."""
-        return {
-            "pool": self._fit.graphs.pool_nbytes(),
-            "inputs": self.input_nbytes,
-            "gradients": 0 if self.step is None else self.step.gradients.nbytes,
-        }
+        return {"pool": self.graphs.pool_nbytes(), "inputs": self.input_nbytes}
 
     def summary(self) -> str:
         """Return one line about the run."""
-        sizes = [f"{n} {size / 2**20:.1f} MiB" for n, size in self.memory_bytes().items()]
+        sizes = ", ".join(f"{n} {size / 2**20:.1f} MiB" for n, size in self.memory_bytes().items())
         if self.step is None:
             counts = ", ".join(f"{part.name} {part.replays} times" for part in self.parts)
-            return f"CUDAGraphStep: replayed {counts or 'nothing'}; {', '.join(sizes)}"
+            return f"CUDAGraphStep: replayed {counts or 'nothing'}; {sizes}"
         step = self.step
         return (
             f"CUDAGraphStep: {step.replays} of {step.steps} micro-batches replayed,"
-            f" {step.verified} verified, {len(step.graphs)} shapes captured; comparing took"
-            f" {step.seconds:.2f} s; {', '.join(sizes)}"
+            f" {step.verified} verified, {len(step.graphs)} shapes captured; {sizes}"
         )
 
 
@@ -186,13 +282,13 @@ def check_run(trainer: Trainer, is_step: bool) -> list[str]:
         is_step: whether the whole step is captured, and not single modules.
     """
     strategy, module = trainer.strategy, trainer.lightning_module
-    is_known = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
+    is_zero3 = getattr(strategy, "strategy_name", "") == "zero3"
     settings = [os.environ.get(f"PYTORCH_{n}_CONF", "") for n in ("CUDA_ALLOC", "ALLOC")]
     is_expandable = any("expandable_segments:True" in setting for setting in settings)
     has_registration = os.environ.get("NCCL_GRAPH_REGISTER") != "0"
     reasons = {
         f"The strategy {type(strategy).__name__} is not known to work. Use one device, `ddp` or"
-        " `zero3`.": not is_known and getattr(strategy, "strategy_name", "") != "zero3",
+        " `zero3`.": not (is_zero3 or isinstance(strategy, SingleDeviceStrategy | DDPStrategy)),
         "`Zero3Strategy(debug=True)` looks at values on the host.": getattr(
             strategy, "_debug", False
         ),
@@ -202,18 +298,15 @@ def check_run(trainer: Trainer, is_step: bool) -> list[str]:
         " NCCL_GRAPH_REGISTER=0.": is_expandable and has_registration and trainer.world_size > 1,
     }
     if not is_step:
-        reasons[
-            "`Zero3Strategy(stop_on_nonfinite=True)` looks at what units inside of modules compute."
-        ] = getattr(strategy, "_stop_on_nonfinite", False)
+        reasons |= {
+            "With `zero3` on several ranks weights of single modules lie where others lay before."
+            " Capture the whole step.": is_zero3 and trainer.world_size > 1,
+            "`Zero3Strategy(stop_on_nonfinite=True)` looks at what units inside of modules"
+            " compute.": getattr(strategy, "_stop_on_nonfinite", False),
+        }
     else:
-        ddp: Any = strategy.model if isinstance(strategy.model, DistributedDataParallel) else None
-        hooks = [getattr(hook, "__qualname__", "") for hook, _ in ddp._comm_hooks] if ddp else []
         loggers = names_read(module, "training_step") & {"logger", "loggers"}
         reasons |= {
-            "`DDPStrategy(gradient_as_bucket_view=True)` makes DDP replace the gradients that a"
-            " graph adds to. Leave it out.": ddp and ddp.gradient_as_bucket_view,
-            f"`DDPStrategy(ddp_comm_hook=...)`, {''.join(hooks)}, is Python, which would run only"
-            " once. Leave it out.": hooks,
             "The module optimizes manually: its `training_step` runs backward and the optimizer"
             " itself.": not module.automatic_optimization,
             "`training_step(self, dataloader_iter)` fetches batches itself. Take a batch.": (

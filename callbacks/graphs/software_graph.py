@@ -6,12 +6,11 @@ nothing gets faster.
 
 from __future__ import annotations
 
-import linecache
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from traceback import FrameSummary, extract_stack
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,18 +25,8 @@ _aten = torch.ops.aten
 # The engine of `zero3` waits where a capture does not.
 OURS = tuple(str(Path(__file__).parents[2] / name) for name in ("callbacks", "strategies"))
 _TORCH = f"{Path(torch.__file__).parent}/"
-# Operations whose results have no values yet.
-_EMPTY = {
-    _aten.empty,
-    _aten.empty_like,
-    _aten.empty_strided,
-    _aten.new_empty,
-    _aten.new_empty_strided,
-}
 _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._unsafe_index_put}
 _ON_THE_HOST = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# Operations that write to arguments (by position) which their schemas do not mark as written.
-_UNMARKED_WRITES = {_aten.native_batch_norm: (3, 4)}
 # Methods of a communicator; exchanges of Python objects, which no graph can hold, are not here.
 _EXCHANGES = (
     "all_gather",
@@ -82,27 +71,25 @@ class SoftwareGraph:
         Raises:
             CaptureError: an operation needs a value on the host.
         """
-        recorder = _Recorder(self._calls)
+        recorder, communicator = _Recorder(self._calls), self._communicator
         real_get, real_set = torch.get_rng_state, torch.set_rng_state
         state = real_get()
 
         def get_rng_state() -> Tensor:
-            with _disable_current_modes():
-                found = real_get()
-            recorder.record_call(lambda: found.copy_(real_get()), [])
-            return found
+            found = state.clone()
+            return recorder.record_call(lambda: found.copy_(real_get()))
 
-        def set_rng_state(new: Tensor) -> None:
-            recorder.record_call(lambda: real_set(new), [])
-
-        states = {"get_rng_state": get_rng_state, "set_rng_state": set_rng_state}
+        states = {
+            "get_rng_state": get_rng_state,
+            "set_rng_state": lambda new: recorder.record_call(lambda: real_set(new)),
+        }
         exchanges = {}
-        if self._communicator is not None:
-            exchanges = _record_exchanges(self._communicator, recorder)
+        if communicator is not None:
+            exchanges = {name: _recorded(communicator, name, recorder) for name in _EXCHANGES}
         try:
             with (
                 replaced(vars(torch), states),
-                replaced(vars(self._communicator or self), exchanges),
+                replaced(vars(communicator or self), exchanges),
                 recorder,
             ):
                 yield
@@ -120,15 +107,14 @@ class SoftwareGraph:
         no_versions = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
         with (
             torch._C._AutoDispatchBelowAutograd(),
+            torch._C._DisableAutocast(),
             torch._C._ExcludeDispatchKeyGuard(no_versions),
             torch._C.DisableTorchFunctionSubclass(),
         ):
             for run, targets in self._calls:
                 results = run()
-                if targets:
-                    results = _tensors_in(results)
                 for position, target in targets:
-                    target.copy_(results[position])
+                    target.copy_(_tensors_in(results)[position])
 
     def reset(self) -> None:
         """Drop all recorded operations, and with them the graph's references to tensors."""
@@ -148,8 +134,7 @@ def replaced(table: dict[str, Any], values: dict[str, Any]) -> Iterator[None]:
         table.update(before)
 
 
-def memory_of(tensor: Tensor) -> int:
-    """Return a number that identifies the storage of ``tensor``."""
+def _memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
@@ -166,6 +151,7 @@ class _Recorder(TorchDispatchMode):
         self._new_storages: dict[int, torch.UntypedStorage] = {}  # made during the capture
         # For each older storage that was written: a tensor in it, and a copy of the storage.
         self._saved: dict[int, tuple[Tensor, torch.UntypedStorage]] = {}
+        self.is_exchanging = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -174,16 +160,18 @@ class _Recorder(TorchDispatchMode):
                 f"{func} was called while a graph was captured. It needs a value, or a size that"
                 " depends on values, on the host, and there are no values yet."
             )
-        written = _written_by(func, args, kwargs)
-        self._save_values(written)
+        # Schemas of collectives and of batch norm do not tell that they write.
+        writes = func._schema.is_mutable or func.namespace == "c10d"
+        if writes := writes or func.overloadpacket is _aten.native_batch_norm:
+            self._save_values(_tensors_in((args, kwargs)))
         result = func(*args, **kwargs)
-        shared = {memory_of(tensor) for tensor in _tensors_in((args, kwargs))}
+        shared = {_memory_of(tensor) for tensor in _tensors_in((args, kwargs))}
         made = [
             (position, tensor.detach())
             for position, tensor in enumerate(_tensors_in(result))
-            if memory_of(tensor) not in shared
+            if _memory_of(tensor) not in shared
         ]
-        self._new_storages.update((memory_of(t), t.untyped_storage()) for _, t in made)
+        self._new_storages.update((_memory_of(t), t.untyped_storage()) for _, t in made)
         # Detached, so that the graph holds memory and no autograd history.
         fixed_args, fixed_kwargs = tree_map_only(Tensor, lambda t: t.detach(), (args, kwargs))
 
@@ -192,17 +180,12 @@ class _Recorder(TorchDispatchMode):
 
         if func.namespace == "c10d":
             self._calls.append((lambda: Work.unbox(run()[1]).wait(), []))
-        elif (made or written) and func.overloadpacket not in _EMPTY:
+        elif made or writes:
             self._calls.append((run, made))
         return result
 
-    def record_call(self, run: Callable[[], Any], written: Sequence[Tensor]) -> Any:
-        """Make a call and record it as one operation.
-
-        Args:
-            run: makes the call; its result must be the same object in each replay.
-            written: tensors that the call writes to.
-        """
+    def record_call(self, run: Callable[[], Any], written: Sequence[Tensor] = ()) -> Any:
+        """Make a call and record it as one operation, which writes to the tensors ``written``."""
         self._save_values(written)
         self._calls.append((run, []))
         with _disable_current_modes():
@@ -210,7 +193,7 @@ class _Recorder(TorchDispatchMode):
 
     def _save_values(self, written: Sequence[Tensor]) -> None:
         for tensor in written:
-            key = memory_of(tensor)
+            key = _memory_of(tensor)
             if key not in self._new_storages and key not in self._saved:
                 self._saved[key] = tensor.detach(), tensor.untyped_storage().clone()
 
@@ -223,54 +206,32 @@ class _Recorder(TorchDispatchMode):
                 tensor.untyped_storage().copy_(values)
 
 
-def _record_exchanges(communicator: LocalCollectives, recorder: _Recorder) -> dict[str, Any]:
-    """Return replacements for methods of ``communicator`` that record each exchange as one call.
+def _recorded(communicator: LocalCollectives, name: str, recorder: _Recorder) -> Callable[..., Any]:
+    """Return a replacement for a method of ``communicator`` that records the exchange as one call.
 
     Communicators on the CPU number their exchanges, and use other memory for each. So the tensor
     operations inside of an exchange cannot be repeated, but the exchange itself can: between the
-    same tensors, and in the same order on every rank.
+    same tensors, and in the same order on every rank. It ends before anything else is done.
     """
-    running: list[str] = []  # the exchange that runs
+    real = getattr(communicator, name)
 
-    def make_recorded(name: str) -> Callable[..., Any]:
-        real = getattr(communicator, name)
+    def exchange(*args: Any) -> Any:
+        if recorder.is_exchanging:
+            return real(*args)  # a part of the exchange that runs
 
-        def exchange(*args: Any) -> Any:
-            if running:
-                return real(*args)  # a part of the exchange that runs
-            # Each replay of the start puts a work here, and each replay of the wait removes it.
-            works: list[Any] = []
+        def run() -> Any:
+            recorder.is_exchanging = True
+            try:
+                # Looked up again: in a replay the method may be one that takes the time.
+                result = getattr(communicator, name)(*args)
+                return result, result.wait() if hasattr(result, "wait") else None
+            finally:
+                recorder.is_exchanging = False
 
-            def start() -> Any:
-                running.append(name)
-                try:
-                    # Looked up again: in a replay the method may be one that takes the time.
-                    result = getattr(communicator, name)(*args)
-                finally:
-                    running.pop()
-                works[:] = [result] if hasattr(result, "wait") else []
-                return result
+        work, result = recorder.record_call(run, _tensors_in(args))
+        return SimpleNamespace(wait=lambda: result) if hasattr(work, "wait") else work
 
-            def wait() -> Any:
-                return recorder.record_call(lambda: works.pop().wait(), [])
-
-            result = recorder.record_call(start, _tensors_in(args))
-            return SimpleNamespace(wait=wait) if works else result
-
-        return exchange
-
-    return {name: make_recorded(name) for name in _EXCHANGES}
-
-
-def _written_by(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
-    """Return the tensors that an operation writes to."""
-    if func.namespace == "c10d":  # schemas of collectives mark no writes
-        return _tensors_in((args, kwargs))
-    found = [args[k] for k in _UNMARKED_WRITES.get(func.overloadpacket, ())]
-    for k, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[k] if k < len(args) else kwargs.get(argument.name))
-    return _tensors_in(found)
+    return exchange
 
 
 def _waits_for_device(func: Any, args: tuple) -> bool:
@@ -282,9 +243,9 @@ def _waits_for_device(func: Any, args: tuple) -> bool:
     return is_check or not _ON_THE_HOST.isdisjoint(func.tags)
 
 
-def describe_line(file: str, line: int) -> str:
+def describe_line(place: FrameSummary) -> str:
     """Return ``train.py:31: `x = loss.item()` ``."""
-    return f"{file}:{line}: `{linecache.getline(file, line).strip()}`"
+    return f"{place.filename}:{place.lineno}: `{place.line}`"
 
 
 class ReportsWaits(TorchDispatchMode):
@@ -296,10 +257,7 @@ class ReportsWaits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _waits_for_device(func, args):
-            caller: FrameType | None = sys._getframe(1)
-            while caller is not None and caller.f_code.co_filename.startswith(_TORCH):
-                caller = caller.f_back
-            if caller is not None and not caller.f_code.co_filename.startswith(OURS):
-                place = describe_line(caller.f_code.co_filename, caller.f_lineno)
-                self._found.append(f"{place}: {func.overloadpacket}")
+            stack = [f for f in extract_stack()[:-1] if not f.filename.startswith(_TORCH)]
+            if not stack[-1].filename.startswith(OURS):
+                self._found.append(f"{describe_line(stack[-1])}: {func.overloadpacket}")
         return func(*args, **kwargs or {})

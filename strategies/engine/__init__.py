@@ -37,7 +37,7 @@ from .activations import ActivationsKind, parse_activations
 from .agreement import compare_notes
 from .chunk import Chunk, Entry
 from .engine import Zero3Engine
-from .graph_replay import ReplayedStep, unit_around
+from .graph_replay import ReplayedStep, rehearsed_backward
 from .host_steps import FUSED, HostShards
 from .offload import HostChunk, Offload, OffloadKind, parse_offload
 from .partition import UnitPolicy, find_units
@@ -75,5 +75,5 @@ __all__ = [
     "owner_or_none",
     "parse_activations",
     "parse_offload",
-    "unit_around",
+    "rehearsed_backward",
 ]

@@ -1,17 +1,15 @@
-"""What the engine notes in Python during a step, for steps and modules that run as captured
-graphs.
-"""
+"""What the engine notes in Python during a step, for steps that run as captured graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from .engine import Zero3Engine
-from .unit import Phase, Unit
+from .unit import Phase
 
 
 class ReplayedStep:
@@ -120,26 +118,15 @@ class ReplayedStep:
         increment_version(self._written[part])  # seen by those who keep buffers equal on all ranks
 
 
-def unit_around(engine: Zero3Engine, module: nn.Module) -> Unit | None:
-    """The unit that is unsharded while ``module`` runs, which is to be captured; None if it reads
-    no sharded parameter.
-
-    Raises:
-        ValueError: there are units inside of the module, or around other modules.
+@contextmanager
+def rehearsed_backward(engine: Zero3Engine) -> Iterator[None]:
+    """Around a backward of what is differentiated again: buffers, which autograd may have saved,
+    stay as they are on each rank.
     """
-    engine.expect_graphs()
-    read = set(module.parameters())
-    units = [
-        u
-        for u in engine.units
-        if not (engine.collectives.alone or read.isdisjoint(e.parameter for e in u.entries))
-    ]
-    inside = set(module.modules()) - {module}
-    within = [unit.name for unit in units if not inside.isdisjoint(unit.members)]
-    if within or len(units) > 1:
-        names = ", ".join((within or [unit.name for unit in units])[:4])
-        raise ValueError(
-            f"its weights are gathered unit by unit ({names}) while it runs. Name modules that are"
-            " units, or are inside of one."
-        )
-    return units[0] if units else None
+    passes = engine.passes
+    in_step, passes.in_step = passes.in_step, True
+    try:
+        with engine.backward():
+            yield
+    finally:
+        passes.in_step, passes._owed = in_step, b""

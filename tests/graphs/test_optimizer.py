@@ -98,10 +98,11 @@ def test_an_update_in_a_graph_follows_schedules_accumulation_and_clipping(strate
 
 
 @pytest.mark.parametrize("strategy", ["auto", Zero3Strategy], ids=["one device", "zero3"])
-def test_fused_optimizers_hear_of_the_loss_scale(strategy):
-    callback = Counting(software=True, strict=True, optimizer=True)
-    both_ways(callback, (adamw, cosine), strategy=strategy, plugins=half, max_epochs=4)
-    assert callback.updates[0] > 8
+def test_fused_optimizers_that_take_the_loss_scale_are_left_eager(strategy):
+    callback = Counting(software=True, optimizer=True)
+    with pytest.warns(UserWarning, match="AdamW is fused, and takes the loss scale of 16-mixed"):
+        both_ways(callback, (adamw, cosine), strategy=strategy, plugins=half)
+    assert callback.updates == [0]
 
 
 @pytest.mark.parametrize("arguments", [(sgd,), (capturable, cycle)], ids=["sgd", "capturable"])
@@ -118,8 +119,8 @@ def test_other_optimizers(arguments, device, monkeypatch):
 def test_what_puts_an_update_out_of_date_is_noticed():
     callback = Counting(software=True, strict=True, optimizer=True)
     both_ways(callback, (adamw,), At(9, load_own_state), At(13, more_decay), max_epochs=3)
-    # three before the first capture, and one at each change
-    assert callback.updates[0] == 18 - 3 - 2
+    # one before the first capture, and one at each change
+    assert callback.updates[0] == 18 - 1 - 2
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def number(parameters):
 )
 def test_a_number_that_changes_in_each_step_leaves_the_update_eager(make, schedule, name):
     callback = Counting(software=True, optimizer=True)
-    message = rf"`{name}` of param group 0 of AdamW changes again and again, .*torch\.tensor\("
+    message = rf"out of date 6 times, .* `{name}` of param group 0 changed\. .*torch\.tensor\("
     with pytest.warns(UserWarning, match=message):
         both_ways(callback, (make, schedule))
     assert callback.updates == [0]

@@ -9,7 +9,7 @@ import torch
 
 from helpers.tracking import needs_cuda
 from lightning_zero3.callbacks.graphs.device import CudaGraphs
-from lightning_zero3.callbacks.graphs.random_states import CapturedRandomStates, RandomStates
+from lightning_zero3.callbacks.graphs.random_states import CapturedRandomStates, note_offsets
 
 
 class State:
@@ -83,7 +83,7 @@ class Device:
     def capture(self, states, program, forward):
         self.kernels = []
         try:
-            with states.track_calls(forward):
+            with states.track_calls(not forward):
                 program()
             return self.kernels
         finally:
@@ -123,14 +123,14 @@ def step(device):
 
 
 def test_replays_draw_what_eager_steps_draw(monkeypatch):
-    device, watched = Device(monkeypatch), RandomStates()
+    device, offsets = Device(monkeypatch), []
     forward, backward = step(device)
-    with watched.track_calls():
+    with note_offsets(offsets):
         forward()
     backward()
-    assert watched.offsets == [4, 16]
+    assert offsets == [4, 16]
 
-    states = CapturedRandomStates(torch.device("cuda", 0), watched.offsets)
+    states = CapturedRandomStates(torch.device("cuda", 0), offsets)
     forward, backward = step(device)
     captured = (
         device.capture(states, forward, True),
@@ -141,9 +141,9 @@ def test_replays_draw_what_eager_steps_draw(monkeypatch):
             list(struct.pack("<qq", seed, device.generator.state.offset + 20)), dtype=torch.uint8
         )
         torch.cuda.set_rng_state(begin)
-        states.begin_forward()
+        states.begin(False)
         replayed = device.replay(captured[0])
-        states.begin_backward()
+        states.begin(True)
         replayed += device.replay(captured[1])
         end = torch.cuda.get_rng_state()
         torch.cuda.set_rng_state(begin)
@@ -165,20 +165,17 @@ def test_replays_on_a_gpu_draw_what_eager_steps_draw():
     graphs = CudaGraphs(torch.device("cuda", torch.cuda.current_device()))
     # a capture leaves the generator's numbers to be written in its stream: replays must come after
     # that
-    graphs.enter_stream()
-    try:
+    with graphs.in_stream():
         compare_replays(graphs)
-    finally:
-        graphs.leave_stream()
 
 
 def compare_replays(graphs):
-    watched = RandomStates()
+    offsets = []
     forward, backward = step(Gpu())
-    with watched.track_calls():
+    with note_offsets(offsets):
         forward()
     backward()
-    pair, captured = graphs.make_pair(watched.offsets), []
+    pair, captured = graphs.make_pair(offsets), []
     for graph, program in zip(pair, step(Gpu()), strict=True):
         with graph.capture():
             captured += program()

@@ -54,15 +54,6 @@ class Changes(Callback):
             pl_module.net[3].p = 0.05
 
 
-class LooksInside(Callback):
-    """Runs a captured layer with weights that are its own for once."""
-
-    def on_train_batch_start(self, trainer, pl_module: pl.LightningModule, batch, batch_idx):
-        if batch_idx == 4:
-            with trainer.strategy.gathered(pl_module.head):
-                pl_module.head(torch.ones(1, 16))
-
-
 class Expandable(AllocatorConfig):
     """NCCL and the graphs of several ranks need more for it, which it sees to."""
 
@@ -91,7 +82,7 @@ class LooksOnRankOne(nn.Module):
         return x * (3 if dist.get_rank() == 1 and x.sum().item() > 1e9 else 2)
 
 
-class HasLooks(Net):
+class HasLooks(AllUsed):
     def __init__(self):
         super().__init__()
         self.net[2] = LooksOnRankOne()
@@ -104,34 +95,14 @@ class Compresses(Callback):
         trainer.strategy.model.register_comm_hook(None, fp16_compress_hook)
 
 
-class Timed(Callback):
-    """Which forward's time DDP took last."""
-
-    def on_train_end(self, trainer, pl_module):
-        self.forward = trainer.strategy.model._get_ddp_logging_data()["iteration"]
-
-
-class Uneven(Net):
-    """Ranks get batches of other shapes, each at another time; some losses know layers in the
-    middle only.
-    """
-
-    def __init__(self, **arguments):
-        super().__init__(**arguments)
-        self.net[1].register_forward_hook(lambda module, args, output: self.middle.append(output))
-        self.middle = []
+class Uneven(AllUsed):
+    """Ranks get batches of other shapes, each at another time."""
 
     def training_step(self, batch, batch_idx):
         rows = (
             3 if self.global_rank and batch_idx % 3 or self.global_step > 8 and batch_idx % 2 else 4
         )
-        output = super().training_step({k: v[:rows] for k, v in batch.items()}, batch_idx)
-        if batch_idx % 3 == 2:  # its backward finds weights where no unit's hook has brought them
-            output["loss"] = self.middle[-1].square().mean()
-        return output
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.middle.clear()
+        return super().training_step({k: v[:rows] for k, v in batch.items()}, batch_idx)
 
 
 class Fused(Net):
@@ -192,57 +163,48 @@ def warned(module, *callbacks, **options):
     return [str(w.message) for w in caught if "CUDAGraphStep" in str(w.message)], run
 
 
-# Batches of 4, 4, 4, 4, 4 and 2 rows in each epoch; the last shape comes once an epoch, and so does
-# a forward that broadcasts no buffers, the first after a validation. Of each kind four are watched
-# before a capture, three after it are verified, and the first of each epoch is watched or verified.
-VIEWS = "modules, gradients that are views of buckets"
+# Batches of 4, 4, 4, 4, 4 and 2 rows in each epoch; the last shape comes once an epoch. Three are
+# watched before a capture, three after it are verified, and the first of each epoch is.
+EACH = (1 + 3 + 3 * 4, 0)
+VIEWS = "gradients that are views of buckets, compressed"
 DDP = {
-    # Micro-batches 2 and 4 (and 0 of the first epoch) reduce nothing: one is captured in the second
-    # epoch, one replayed in the fourth and in the fifth. 1 and 3 reduce: one is captured in the
-    # third epoch, one replayed in the fifth.
-    "accumulation": (3 + 2, 0),
+    "accumulation": EACH,
     # In each epoch; the change comes before the first batch of the third.
-    "a change on one rank": (1 + 1 + 0 + 1 + 3, 1),
-    # Modules do not know what DDP does, so 3 are watched.
-    VIEWS: (1 + 3 + 3 * 4, 0),
-}
-REFUSED = {
-    "`DDPStrategy(gradient_as_bucket_view=True)` makes DDP replace the gradients": (
-        {"gradient_as_bucket_view": True},
-        [],
-    ),
-    "`DDPStrategy(ddp_comm_hook=...)`, fp16_compress_hook, is Python": ({}, [Compresses()]),
+    "a change on one rank": (1 + 3 + 1 + 3 + 4, 1),
+    VIEWS: EACH,
+    "modules": EACH,
+    "parameters that are not used": EACH,
 }
 
 
 def ddp_both_ways(rank, world_size):
     options = {"strategy": "ddp", "devices": world_size, "max_epochs": 5, "num_sanity_val_steps": 0}
     views = {**options, "strategy": lambda: DDPStrategy(gradient_as_bucket_view=True)}
+    unused = {**options, "strategy": lambda: DDPStrategy(find_unused_parameters=True)}
     counts = {
         "accumulation": compare(
             AllUsed, [], **options, accumulate_grad_batches=2, gradient_clip_val=0.1
         ),
         "a change on one rank": compare(AllUsed, [Changes], **options),
-        VIEWS: compare(AllUsed, [], {"modules": ["net.0", "head"]}, **views),
+        VIEWS: compare(AllUsed, [Compresses], **views),
+        "modules": compare(AllUsed, [], {"modules": ["net.0", "head"]}, **options),
+        "parameters that are not used": compare(Net, [], **unused),
     }
-    timed = Timed()
+    uneven = compare(Uneven, [], {"modules": ["net.0", "net.1", "head"]}, **options)
+    with pytest.raises(GraphCaptureError, match="It exchanges something with other ranks"):
+        fit(HasSums(), CUDAGraphStep(software=True, strict=True, modules=["net.2"]), **options)
     graphs = partial(CUDAGraphStep, software=True)
     said = {
-        "step": warned(WaitsOnRankOne(), graphs(), timed, **{**options, "max_epochs": 17})[0],
+        "step": warned(WaitsOnRankOne(), graphs(), **{**options, "max_epochs": 2})[0],
         "environment": warned(
             AllUsed(), ExpandableOnRankOne(), graphs(), **{**options, "max_epochs": 1}
         )[0],
     }
-    for message, (arguments, callbacks) in REFUSED.items():
-        strict = [*callbacks, CUDAGraphStep(software=True, strict=True)]
-        with pytest.raises(GraphCaptureError) as error:
-            fit(AllUsed(), *strict, **{**options, "strategy": DDPStrategy(**arguments)})
-        assert message in str(error.value)
-    return counts, said, timed.forward
+    return counts, uneven, said
 
 
 def test_ranks_of_ddp_decide_together():
-    (first, said, timed), (second, said_second, _) = run_ranks(ddp_both_ways, 2, timeout=250)
+    (first, uneven, said), (second, other, said_second) = run_ranks(ddp_both_ways, 2, timeout=250)
     assert first == second == DDP
     reasons = {
         "step": ["_local_scalar_dense needs a value", "test_ranks.py:"],
@@ -253,7 +215,10 @@ def test_ranks_of_ddp_decide_together():
         [text] = said[name]
         assert text.startswith("CUDAGraphStep: the training step cannot be captured on rank 1:\n")
         assert all(word in text for word in words)
-    assert timed == 10  # not the hundredth of 102 forwards, whose events a capture might hold
+    # Each rank's inputs decide. Rank 0: 4 rows are captured in the first epoch, and replayed twice in
+    # each of four; 3 rows are captured in the fourth. Rank 1: 3 rows are captured in the second
+    # epoch, and replayed three times in each of three.
+    assert (uneven, other) == ((1 + 2 * 4 + 1, 0), (1 + 3 * 3, 0))
 
 
 def half():
@@ -276,7 +241,7 @@ class Sums(nn.Module):
         return x + total
 
 
-class HasSums(Net):
+class HasSums(AllUsed):
     def __init__(self):
         super().__init__()
         self.net[2] = Sums()
@@ -304,23 +269,6 @@ ZERO3 = {
         "accumulate_grad_batches": 2,
         "max_epochs": 6,
     },
-    "optimizer, 16-mixed": {
-        "module": Fused,
-        "captured": {"optimizer": True},
-        "plugins": half,
-        "gradient_clip_val": None,
-        "max_epochs": 6,
-    },
-    "modules that are units": {
-        "captured": {"modules": ["net.[04]", "head"]},
-        "batch_size": 8,
-        "accumulate_grad_batches": 2,
-    },
-    "modules inside of units": {
-        "captured": {"modules": ["net.0", "net.1"]},
-        "unit_policy": nested,
-        "precision": "bf16-mixed",
-    },
 }
 # Six batches in an epoch: 3 are watched, the fourth is captured, two are verified, and the first of
 # each later epoch is; with batches of 8 rows there are three.
@@ -328,19 +276,7 @@ REPLAYED = dict.fromkeys(ZERO3, 1 + 3 * 5) | {
     "ragged last batch": 1 + 1 + 6 * 2,  # which zero3's loader fills up
     "a change on one rank": 1 + 5 + 1 + 3 * 5,
     "optimizer": 18 - 1,  # steps of two micro-batches, of which the first is eager
-    "optimizer, 16-mixed": 1 + 5 * 5,
-    "modules that are units": 1 + 1 + 2,
     "resumed": 1 + 4 + 5,  # from the second batch of the second epoch on
-}
-UNEVEN = "modules, other shapes on each rank"
-ZERO3[UNEVEN] = {
-    "module": Uneven,
-    "captured": {"modules": ["net.0", "net.1", "head"]},
-    "callbacks": [LooksInside],
-    "unit_policy": nested,
-    "accumulate_grad_batches": 2,
-    "max_epochs": 8,
-    **UNVALIDATED,
 }
 OF_THE_STRATEGY = ("gather_dtype", "reduce_dtype", "unit_policy")
 
@@ -365,42 +301,12 @@ def zero3_both_ways(rank, world_size, folder):
     save = ModelCheckpoint(folder, every_n_train_steps=7, save_top_k=-1, filename="{step}")
     zero3 = {"devices": world_size, "strategy": lambda: Zero3Strategy(unit_policy=[nn.Linear])}
     fit(Net(), save, CUDAGraphStep(software=True, strict=True), **zero3, enable_checkpointing=True)
-    with pytest.raises(
-        GraphCaptureError,
-        match=r"module 'net' cannot .*\n.* its weights are gathered unit by unit \(net\.0, net\.1",
-    ):
-        fit(
-            Net(),
-            CUDAGraphStep(software=True, strict=True, modules=["net"]),
-            **zero3,
-            num_sanity_val_steps=0,
-        )
-    with pytest.raises(
-        GraphCaptureError,
-        match=r"module 'net\.2' cannot .*\n.* It exchanges something with other ranks",
-    ):
-        fit(
-            HasSums(),
-            CUDAGraphStep(software=True, strict=True, modules=["net.2"]),
-            **zero3,
-            num_sanity_val_steps=0,
-        )
     results["resumed"] = compare(Net, [], **zero3, max_epochs=4, ckpt_path=f"{folder}/step=7.ckpt")
     return results
 
 
 def test_two_ranks_of_zero3_replay_their_exchanges(tmp_path):
     first, second = run_ranks(zero3_both_ways, 2, str(tmp_path), timeout=400)
-    uneven = first.pop(UNEVEN), second.pop(UNEVEN)
-    # Rank 0, its head: 4 rows, in the first epoch 2 (it is watched once more, after a step that
-    # needs nothing of it), then 5 and 5, in five epochs 2; there 3 rows, after 3 watched ones, 2 in
-    # each of four epochs. Rank 1: 3 rows 1, 3, 3, and 4 in each of five epochs; 4 rows 1 in the
-    # second and in the third epoch, then they come once an epoch.
-    # Each rank's inputs decide. Three of these, which begin no epoch, are verified.
-    assert uneven == (
-        (2 + 5 + 5 + 5 * 2 + 4 * 2 - 3, 0),
-        (1 + 3 + 3 + 5 * 4 + 1 + 1 - 3, 0),
-    )
     assert first == second
     assert first == {
         name: (replays, int(name == "a change on one rank")) for name, replays in REPLAYED.items()
@@ -421,7 +327,7 @@ ON_RANK_ONE = {
         [[0], [0]],
     ),
     "modules": (
-        Net,
+        AllUsed,
         ExpandableOnRankOne,
         {"modules": ["net.0"]},
         r"a module .*\n  - NCCL registers",
@@ -432,11 +338,11 @@ ON_RANK_ONE = {
         NumberOnRankOne,
         Callback,
         {"optimizer": True},
-        "the optimizer's step .*`lr` of param group 0 of AdamW changes again and again",
-        [[6, 4], [6, 0]],
+        "the optimizer's step .*out of date 6 times.*`lr` of param group 0 changed",
+        [[6, 6], [6, 0]],
     ),
-    # Captured in each third step, and out of date in the next. Rank 0 hears of a module in the step
-    # after the nineteenth.
+    # Captured in each third step, and out of date in the next. Rank 0 hears of a module, which is
+    # once an epoch, in the fifth step of the sixth.
     "recaptured": (
         Net,
         NeverTheSameOnRankOne,
@@ -445,21 +351,22 @@ ON_RANK_ONE = {
         [[6], [6]],
     ),
     "module recaptured": (
-        Net,
+        AllUsed,
         NeverTheSameOnRankOne,
         {"warmup": 2, "modules": ["net.3"]},
         rf"module 'net\.3' .*\n  - Its graphs {IN_VAIN}",
-        [[1 + 5 + 5], [6]],
+        [[1 + 4 * 4 + 3], [6]],
     ),
 }
 
 
 def refused_on_rank_one(rank, world_size):
     strategy = partial(Zero3Strategy, unit_policy=[nn.Linear])
-    options = {"devices": world_size, "strategy": strategy, "num_sanity_val_steps": 0}
+    options = {"devices": world_size, "num_sanity_val_steps": 0}
     found = {}
     for name, (module, callback, captured, _, _) in ON_RANK_ONE.items():
-        options["max_epochs"] = 4 if callback is NeverTheSameOnRankOne else 2
+        options["strategy"] = "ddp" if "modules" in captured else strategy
+        options["max_epochs"] = 7 if name == "module recaptured" else 4 if "recapt" in name else 2
         graphs = Counting(software=True, **captured)
         said, mine = warned(module(), callback(), graphs, **options)
         assert_same_run(mine, fit(module(), callback(), **options))
@@ -495,8 +402,8 @@ class Plain(Model):
 
 def end_apart(rank, world_size):
     told = []
-    for samples, modules in ((8, None), (8, ["net"]), (0, None)):  # of rank 1; the other has twelve
-        graphs = CUDAGraphStep(software=True, strict=True, warmup=2, modules=modules)
+    for samples in (8, 0):  # of rank 1; the other has twelve
+        graphs = CUDAGraphStep(software=True, strict=True, warmup=2)
         with pytest.raises(DivergenceError) as caught:
             trainer(Zero3Strategy(watch=None), world_size, callbacks=[graphs]).fit(
                 Plain(samples if rank == 1 else 12)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 
 from helpers.one_line import Small, train
 from helpers.recorded import assert_same
@@ -123,7 +124,7 @@ def hidden(self, batch, batch_idx, loss):
 def test_what_a_batch_hides_is_found_by_the_comparison():
     batches = [{"x": torch.ones(4, 3), "h": Hides(float(k))} for k in range(8)]
     mine, reference = Small(hidden, batches), Small(hidden, batches)
-    message = "An eager step and its replay are not the same: the output is"
+    message = "An eager run and its replay are not the same: the output is"
     with pytest.warns(UserWarning, match=message):
         train(mine, CUDAGraphStep(software=True))
     train(reference)
@@ -183,7 +184,7 @@ def test_settings_of_the_allocator_that_do_not_go_with_graphs(
     monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
     if register is not None:
         monkeypatch.setenv("NCCL_GRAPH_REGISTER", register)
-    found = check_run(of(SimpleNamespace(strategy_name="zero3"), world_size), is_step=False)
+    found = check_run(of(DDPStrategy(), world_size), is_step=False)
     assert len(found) == refused and all("Set NCCL_GRAPH_REGISTER=0" in text for text in found)
 
 

@@ -62,7 +62,7 @@ def differ_on_rank_one(rank, world_size):
 def test_a_difference_on_one_rank_leaves_all_eager_and_is_an_error_of_all_with_strict():
     (first, error, counts), (second, other_error, other_counts) = run_ranks(differ_on_rank_one, 2)
     message = (
-        "CUDAGraphStep: the training step cannot be captured on rank 1:\n  - An eager step and its"
+        "CUDAGraphStep: the training step cannot be captured on rank 1:\n  - An eager run and its"
         " replay are not the same: the output['scaled'] is "
     )
     assert error == other_error and error.startswith(message)

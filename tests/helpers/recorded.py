@@ -56,7 +56,7 @@ class Net(pl.LightningModule):
                 self.net, nn.functional.dropout(x, 0.1, self.training), use_reentrant=False
             )
             return checkpoint(
-                lambda h: self.head(self.net[3](self.frozen(h))), hidden, use_reentrant=True
+                lambda h: self.head(self.net[3](self.frozen(h))), hidden, use_reentrant=False
             )
         return self.head(self.frozen(self.net(x)))
 

@@ -165,7 +165,7 @@ ROOMS = [
         "callbacks/graphs",
         "the training step as CUDA graphs",
         "strategies/support strategies/collectives strategies/engine strategies/liveness",
-        f"{_LIGHTNING} numpy torchmetrics lightning_utilities",
+        f"{_LIGHTNING} torchmetrics lightning_utilities",
         tokens=16_826,
     ),
     Room(
