@@ -278,7 +278,11 @@ def simulate(size, tokens, kind, rates):
                 now = max(now, load(unit, now - seconds), up if stored else 0.0) + seconds
                 if hosted:
                     down = max(down, now) + 4 * units[unit] / rates["pcie"]
-        if hosted:  # the norm, on the host; as in most steps nothing is clipped
+        if (
+            hosted and number == 1
+        ):  # the norm was computed on the device; as in most steps nothing is clipped
+            now = worker = max(now, down)
+        elif hosted:
             now = worker = max(now, down) + 4 * sum(units) / rates["read"]
         else:
             now += 28 * sum(units) / rates["device"]

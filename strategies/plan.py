@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .engine import HostChunk, Unit, find_units, parse_offload
 from .engine.build import build_units, trained_parameters
-from .engine.offload import parse_size
+from .engine.offload import Host, parse_size
 from .engine.reduction import reduce_layout
 from .engine.unit import arena_layout
 from .optimizers.classify import Stepping, find_stepping
@@ -118,12 +118,13 @@ def show_plan(
     units, mine = plans[options["offload"]]
     dtypes = {id(e.parameter): c.dtype for u in units for c in u.chunks for e in c.entries}
     # the gradient that comes last, before its unit's part of the shards
-    last = max(
+    last = [
         e.size.numel() * (c.dtype.itemsize - c.master_dtype.itemsize // world_size)
         for u in units
         for c in u.chunks
         for e in c.entries
-    )
+        if e.trained
+    ]
     activations, comment = 0, ""
     try:
         activations = _count_activations(trainer, dtypes)
@@ -135,7 +136,7 @@ def show_plan(
         # what is under way to the host is not counted
         kept = min(activations, activations if moves is None else moves)
         state.update({} if comment else {"activations": kept})
-        moments = [kept, state["gradients"] + max(last, state["optimizer's step"])]
+        moments = [kept, state["gradients"] + max(*last, state["optimizer's step"])]
         if gradients_stay or on_gpu or state["host"]:
             moments[0] += state["gradients"]
         state["host"] += activations - kept
@@ -247,12 +248,14 @@ def count_state(
     for chunk in (chunk for unit in units for chunk in unit.chunks):
         nbytes = chunk.layout.shard_numel * chunk.master_dtype.itemsize
         if isinstance(chunk, HostChunk):
-            found["host"] += sum(chunk.sizes(None))  # type: ignore[arg-type]  # it asks nothing
+            found["host"] += sum(chunk.sizes())
             if offload.kind == "optimizer":
                 found["parameters"] += chunk.layout.shard_numel * chunk.wire_dtype.itemsize
         else:
             found["parameters"] += nbytes
             found["gradients"] += nbytes * chunk.trained
+    hosted = [c for unit in units for c in unit.chunks if isinstance(c, HostChunk)]
+    found["host"] += 2 * Host.room_bytes(hosted)
     is_alone = _is_alone(options, world_size)
     trained = [unit for unit in units if unit.trained]
     once = options["reduce_once"] and not is_alone

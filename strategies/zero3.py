@@ -59,6 +59,7 @@ from .numerics.precision import (
     wire_dtype,
 )
 from .numerics.rerun import SecondRun
+from .optimizers.classify import Stepping
 from .optimizers.param_groups import ParamGroups
 from .plan import PLAN, count_state, show_plan, size_text
 from .state_dicts.optimizer_state import broadcast_created_state
@@ -139,9 +140,9 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             step.
         watch: time limits of the thread that finds ranks which died, hang or are slow; None or
             False for no such thread.
-        offload: keep model state in host memory, with every number unchanged. "optimizer": master
-            values, gradients and optimizer state, of which the device has the shards that layers
-            compute with; "parameters": these, too; or how much model state may stay on the device
+        offload: keep model state in host memory, with the numbers of a run without. "optimizer":
+            master values, gradients and optimizer state, of which the device has the shards that
+            layers compute with; "parameters": these, too; or how much model state may stay on the device
             ("20GiB"; units are B, MB, MiB, GB, GiB), the rest is as "parameters". Adam, AdamW, SGD
             and Adagrad step on the host while the training goes on, by torch's fused kernels.
         activations: "host" moves what layers save for backward to host memory, unit by unit, and
@@ -318,6 +319,11 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             self._communicator = LocalCollectives(alone=False)
         self.connect_watch()
         self._groups = ParamGroups(self.optimizers, self._build_engine, self.root_device)
+        if self._offload is not None and Stepping.MODEL in self._groups.steppings.values():
+            raise ValueError(
+                "LBFGS steps on one long vector on the device: it works without `offload`.\nLeave"
+                " the option out, or take another optimizer."
+            )
         self.engine = self._build_engine()
         if self.global_rank == 0:
             size, is_on_gpu = self._communicator.world_size, self.root_device.type != "cpu"
@@ -331,6 +337,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             self.tell_start(told)
         if self.engine.host is not None:
             self._tell_offload()
+        elif self._offload is not None:
+            rank_zero_info("Offload: everything fits, and stays on the device.")
         if self.engine.activations is not None:
             rank_zero_info(self.engine.activations.describe())
         if any(states):  # made of each rank's own initial values, perhaps

@@ -115,7 +115,9 @@ class Activations:
                 # Here, where all ranks are or have been: to register memory waits for the device.
                 # Until now what did not fit went to pages that are copied by way of the host.
                 self._stream.wait(self._mark)  # hazard: memory that goes while it is being copied
-                self.memory = HostMemory(self._needed, self._device)
+                self.memory = HostMemory(0, self._device)  # no longer than the old is needed
+                # batches that grow a little each time would each have memory registered
+                self.memory = HostMemory(self._needed * 9 // 8, self._device)
             self.memory.rewind()
             self._needed = 0
         self._most = max(self._most, self._saved)

@@ -336,6 +336,11 @@ class Zero3Engine:
         self.access.require_unwritten()
         self._adopt_values()
 
+    def settle(self) -> None:
+        """Wait until the host has done what it has to do, and raise what failed there."""
+        for chunk in (chunk for unit in self.units for chunk in unit.chunks):
+            chunk.settle()
+
     def gradient_norm(self, entries: Iterable[Entry]) -> Tensor:
         """The 2-norm [] of the gradients of ``entries``, in float64; collective.
 

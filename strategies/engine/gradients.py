@@ -11,7 +11,6 @@ from torch import Tensor
 from ..collectives import ExchangeLog, Setting
 from .chunk import Chunk, Entry
 from .norms import squared_norms
-from .offload import HostChunk
 from .reduction import Reducer
 from .sharded import ResidencyError
 from .unit import Unit
@@ -203,10 +202,10 @@ class Gradients:
         found: dict[Chunk, Tensor] = {}
         unknown: dict[torch.device, dict[Chunk, list[Tensor]]] = defaultdict(dict)
         for chunk, its in by_chunk.items():
-            if isinstance(chunk, HostChunk):
-                chunk.host.wants_norms = True  # from the next backward on
-            if (known := chunk.squared_norms) is not None and len(known) == len(its):
-                found[chunk] = known
+            if (known := chunk.squared_norms) is not None:
+                numbers = [entry.number - chunk.numbers.start for entry in its]
+                is_all = len(its) == len(known)
+                found[chunk] = known if is_all else torch.stack([known[n] for n in numbers])
             else:
                 gradients = chunk.room_for_gradients()
                 unknown[gradients.device][chunk] = [entry.part_of(gradients) for entry in its]

@@ -69,9 +69,7 @@ class HostShards(StandIns):
 
     def finish(self) -> None:
         """See :meth:`StandIns.finish`."""
-        for unit in self.engine.units:
-            for chunk in unit.chunks:
-                chunk.settle()
+        self.engine.settle()
 
     def _change(
         self,

@@ -35,6 +35,7 @@ def by_category(
         "optimizer_state": on_device(kept),
         "host": sum(tensor.nbytes for tensor in everything)
         - on_device(everything)
+        + (0 if engine.host is None else 2 * engine.host.room)
         + (0 if engine.activations is None else engine.activations.memory.nbytes),
         "buffers": sum(
             t.nbytes

@@ -16,6 +16,7 @@ from __future__ import annotations
 import mmap
 import re
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -81,7 +82,8 @@ def parse_size(option: str, others: str, value: object) -> int:
     nbytes = int(float(found[1]) * units.get(found[2], 0)) if found else 0
     if nbytes <= 0:
         raise ValueError(
-            f"{option}={value!r} is none of None, {others} and a size of device memory ('20GiB')."
+            f"{option}={value!r} is none of None, {others} and a size of device memory ('20GiB', in"
+            " B, MB, MiB, GB or GiB)."
         )
     return nbytes
 
@@ -103,28 +105,11 @@ def start_worker(device: torch.device) -> Executor:
     return worker
 
 
-class HostMemory:
-    """Memory of the host, registered with CUDA in one piece: pages that are copied from and to
-    without the host's help.
+class Slab:
+    """Memory [bytes] that is given away in pieces, all of which come back at once."""
 
-    `pin_memory` would round each tensor up to a power of two.
-    """
-
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        # hazard: loaders fork. Shared pages stay where the device has them; of private ones the
-        # process would get other ones as it writes, or each fork a copy.
-        self._slab = torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)
-        self.nbytes, self._taken = nbytes, 0
-        if device.type == "cuda" and nbytes:
-            runtime, start = torch.cuda.cudart(), self._slab.data_ptr()
-            code = int(runtime.cudaHostRegister(start, nbytes, 0))
-            if code != 0:
-                raise RuntimeError(
-                    f"CUDA cannot register {nbytes / 2**30:.1f} GiB of host memory for offload"
-                    f" (error {code}). Raise the limit of locked memory (`ulimit -l`), or offload"
-                    " less."
-                )
-            weakref.finalize(self._slab, runtime.cudaHostUnregister, start)
+    def __init__(self, memory: Tensor) -> None:
+        self._memory, self.nbytes, self._taken = memory, memory.numel(), 0
 
     def rewind(self) -> None:
         """Nothing of it is in use."""
@@ -135,7 +120,40 @@ class HostMemory:
         start = self._taken
         stop = start + numel * dtype.itemsize
         self._taken = round_up(stop, REGION_BYTES)
-        return self._slab[start:stop].view(dtype)
+        return self._memory[start:stop].view(dtype)
+
+
+class HostMemory(Slab):
+    """Memory of the host, registered with CUDA in one piece: pages that are copied from and to
+    without the host's help.
+
+    `pin_memory` would round each tensor up to a power of two.
+
+    Raises:
+        RuntimeError: there is not so much, or it cannot be registered.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        size = f"{nbytes / 2**30:.1f} GiB"
+        try:
+            # hazard: loaders fork. Shared pages stay where the device has them; of private ones the
+            # process would get other ones as it writes, or each fork a copy.
+            pages = mmap.mmap(-1, max(nbytes, 1))
+        except OSError as error:
+            raise RuntimeError(
+                f"The host has no {size} of memory for offload ({error.strerror}).\nOffload less (a"
+                " size of what stays on the device), or run fewer ranks on a host."
+            ) from error
+        super().__init__(torch.frombuffer(pages, dtype=torch.uint8)[:nbytes])
+        if device.type == "cuda" and nbytes:
+            runtime, start = torch.cuda.cudart(), self._memory.data_ptr()
+            code = int(runtime.cudaHostRegister(start, nbytes, 0))
+            if code != 0:
+                raise RuntimeError(
+                    f"CUDA cannot register {size} of host memory for offload (error {code}).\nRaise"
+                    " the limit of locked memory (`ulimit -l`), or offload less."
+                )
+            weakref.finalize(self._memory, runtime.cudaHostUnregister, start)
 
 
 class Host:
@@ -151,18 +169,22 @@ class Host:
         self, offload: Offload, chunks: Sequence[HostChunk], device: torch.device, worker: Executor
     ) -> None:
         self.kind, self.device, self.worker = offload.kind, device, worker
-        self.wants_norms = False  # of gradients, while they are on the device
         for chunk in chunks:
             chunk.host = self
-        room = max(
-            chunk.layout.shard_numel * max(4, chunk.master_dtype.itemsize) for chunk in chunks
-        )
-        sizes = [nbytes for chunk in chunks for nbytes in chunk.sizes(self)] + [room] * 2
-        self.nbytes = sum(round_up(size, REGION_BYTES) for size in sizes)
+        sizes = [nbytes for chunk in chunks for nbytes in chunk.sizes()]
+        self.room = room = self.room_bytes(chunks)
+        self.nbytes = sum(round_up(size, REGION_BYTES) for size in sizes) + 2 * room
         self.memory = HostMemory(self.nbytes, device)
-        # Sums of a micro-batch on their way to those of earlier ones; one more is under way while
-        # one is added.
-        self._rooms = cycle([_Room(self.memory.take(room, torch.uint8)) for _ in range(2)])
+        self._rooms = cycle([Room(self.memory.take(room, torch.uint8)) for _ in range(2)])
+
+    @staticmethod
+    def room_bytes(chunks: Sequence[HostChunk]) -> int:
+        """Bytes of the sums of the unit that has most of them; two are on their way at a time."""
+        by_unit: Counter[int] = Counter()
+        for chunk in filter(lambda chunk: chunk.trained, chunks):
+            nbytes = chunk.layout.shard_numel * max(4, chunk.master_dtype.itemsize)
+            by_unit[chunk.entries[0].unit] += round_up(nbytes, REGION_BYTES)
+        return max(by_unit.values(), default=0)
 
     def describe(self, chunks: Sequence[Chunk]) -> str:
         """One line that says what of all ``chunks`` lies where."""
@@ -180,18 +202,22 @@ class Host:
             " its parameters."
         )
 
-    def take_room(self, numel: int, dtype: torch.dtype) -> tuple[_Room, Tensor]:
-        """Memory [numel] for sums on their way."""
+    def next_room(self) -> Room:
+        """Memory for the sums of a unit on their way."""
         room = next(self._rooms)
-        if room.ticket is not None:
-            room.ticket.result()  # hazard: sums that arrive where others have not been added yet
-        return room, room.memory[: numel * dtype.itemsize].view(dtype)
+        for pending in room.tickets:
+            pending.result()  # hazard: sums that arrive where others have not been added yet
+        room.tickets.clear()
+        room.rewind()
+        return room
 
 
-@dataclass
-class _Room:
-    memory: Tensor  # [bytes]
-    ticket: Future[None] | None = None  # what the worker has to do with it
+class Room(Slab):
+    """Where sums of a unit's micro-batch arrive that are added to those of earlier ones."""
+
+    def __init__(self, memory: Tensor) -> None:
+        super().__init__(memory)
+        self.tickets: list[Future[None]] = []  # what the worker has to do with it
 
 
 class HostChunk(Chunk):
@@ -210,7 +236,7 @@ class HostChunk(Chunk):
     _is_rounded = False  # `_rounded` is of the values as they are
     _is_sent = False  # so is `_sent`
 
-    def sizes(self, host: Host) -> list[int]:
+    def sizes(self) -> list[int]:
         """Bytes of each tensor that it has in host memory."""
         numel = self.layout.shard_numel
         sizes = [numel * self.master_dtype.itemsize] * (2 if self.trained else 1)
@@ -328,15 +354,14 @@ class HostChunk(Chunk):
 
     # -------------------------------------------------------------------------------------- reduce
 
-    def begin_arrival(self, dtype: torch.dtype, scale: float) -> Arrival:
-        """Sums in ``dtype`` will come; on the host."""
-        # The worker steps no more with the gradients: the unshard of this backward's forward has
-        # waited for that.
+    def begin_arrival(self, dtype: torch.dtype, scale: float, room: Room | None) -> Arrival:
+        """Sums in ``dtype`` will come; on the host. ``room`` is the unit's, if there are any."""
+        # The worker steps no more with the gradients: `Gradients.begin_backward` has waited for
+        # that.
         first, self.has_sums = not self.has_sums, True
-        if first:
+        if first or room is None:
             return Arrival(self, self._gradients, scale)
-        room, target = self.host.take_room(self.layout.shard_numel, dtype)
-        return Arrival(self, target, scale, room)
+        return Arrival(self, room.take(self.layout.shard_numel, dtype), scale, room)
 
     def step_with(self, work: Callable[[Tensor], None]) -> None:
         """Let the worker change the values by ``work``, which gets the gradients."""
@@ -357,7 +382,7 @@ class Arrival:
     chunk: HostChunk
     target: Tensor  # [shard] where they are copied to
     scale: float  # from a sum to a mean
-    room: _Room | None = None  # whose memory it is; None: the gradients'
+    room: Room | None = None  # whose memory it is; None: the gradients'
 
     def copy(self, total: Tensor) -> None:
         """In the stream of reductions: send ``total``, scaled unless that is done as it is
@@ -367,7 +392,7 @@ class Arrival:
         chunk.squared_norms = None
         if self.room is None:
             total.mul_(self.scale)
-            if chunk.host.wants_norms and total.dtype == chunk.master_dtype:
+            if total.dtype == chunk.master_dtype:
                 chunk.squared_norms = squared_norms([e.part_of(total) for e in chunk.entries])
         self.target.copy_(total, non_blocking=True)
 
@@ -375,7 +400,7 @@ class Arrival:
         """They are there at ``mark``."""
         ticket = self.chunk._run(partial(self._add, mark))
         if self.room is not None:
-            self.room.ticket = ticket
+            self.room.tickets.append(ticket)
 
     def _add(self, mark: Any) -> None:
         self.chunk.streams[1].wait(mark)  # hazard: reading sums that are still arriving

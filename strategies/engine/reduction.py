@@ -155,9 +155,11 @@ class Reducer:
         for gap in place.gaps:
             gap.zero_()
         with place.reduce_range:
-            targets = []
+            targets, room = [], None
+            if any(chunk.has_sums for chunk, _ in place.hosted):
+                room = place.hosted[0][0].host.next_room()
             for chunk, dtype in place.hosted:
-                arrival = place.arrivals[chunk] = chunk.begin_arrival(dtype, self._scale)
+                arrival = place.arrivals[chunk] = chunk.begin_arrival(dtype, self._scale, room)
                 targets.append(arrival.target)
             if self._stream.on_device:
                 self._mark = self._stream.run(partial(self._send_and_add, place), host=targets)

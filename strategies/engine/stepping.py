@@ -52,6 +52,9 @@ class Engine(Protocol):
     def weights_changed(self, changed: Iterable[Entry]) -> None:
         """Shards were written."""
 
+    def settle(self) -> None:
+        """The host has done what it has to do."""
+
 
 class StandIns:
     """What an optimizer steps on in the place of parameters: this rank's shards of them.

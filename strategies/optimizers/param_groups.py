@@ -63,10 +63,6 @@ class ParamGroups:
                 return HostShards(engine, engine.steps[optimizer])
             return StandIns(engine)
         if self.steppings[optimizer] is Stepping.MODEL:
-            if engine.host is not None:
-                raise ValueError(
-                    "LBFGS steps on one long vector on the device: it works without `offload`."
-                )
             return LongVector(engine, optimizer)
         return WholeParameters(engine, optimizer)
 

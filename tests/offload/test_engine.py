@@ -107,22 +107,108 @@ def train(rank, world_size, where, late, optimizer="adamw", steps=6, micro=1, bf
 
 
 def test_norms_are_computed_on_the_device_while_gradients_are_there():
-    """They are of host memory in the first step, where nobody knew, and of sums of micro-batches."""
+    """Those of sums of micro-batches are of host memory."""
     engine, optimizer, model = build(1, Offload("parameters"), True)
     [batch] = tokens(1)
     on_host = []
     with patch.object(
         gradients, "squared_norms", lambda parts: on_host.append(1) or squared_norms(parts)
     ):
-        for micro_batches, is_on_host in ((1, True), (1, False), (2, True), (1, False)):
+        for micro_batches in (1, 2, 1):
             for _ in range(micro_batches):
                 step(engine, model, batch)
             on_host.clear()
             norm = gradient_norm(engine)
-            assert bool(on_host) == is_on_host
+            assert bool(on_host) == (micro_batches == 2)
             whole = torch.cat([p.grad.flatten() for p in model.parameters()]).double().norm()
             assert norm == pytest.approx(whole.item(), rel=1e-6)
             optimizer.zero_grad()
+
+
+def edit(model):
+    """Change gradients in each way; after each a norm is asked for."""
+    first, second, third, *_ = model.blocks.parameters()
+    with torch.no_grad():
+        yield first.grad.mul_(0.5)
+        second.grad = torch.full_like(second, 0.01)
+        yield
+        third.grad = None
+        yield
+        yield model.head.weight.grad.data.mul_(3.0)
+        yield model.blocks[1].zero_grad()
+        yield torch.nn.utils.clip_grad_value_(model.norm.parameters(), 1e-4)
+        yield torch._foreach_mul_([p.grad for p in model.head.parameters()], 2.0)
+
+
+def norms_of_edited(rank, world_size, where, late, micro):
+    engine, optimizer, model = build(world_size, where, late)
+    found = []
+    for batch in tokens(2):
+        for _ in range(micro):
+            step(engine, model, part(batch, rank, world_size))
+        found += [gradient_norm(engine), *(gradient_norm(engine) for _ in edit(model))]
+        optimizer.step()
+        found.append(gradient_norm(engine))
+        optimizer.zero_grad()
+    return found
+
+
+def compare_edited(rank, world_size):
+    for micro in (1, 2):
+        expected = norms_of_edited(rank, world_size, None, False, micro)
+        assert len(set(expected)) > 12
+        for kind in ("optimizer", "parameters"):
+            assert norms_of_edited(rank, world_size, Offload(kind), True, micro) == expected
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.variant), 2])
+def test_norms_of_gradients_that_are_changed(world_size):
+    run_ranks(compare_edited, world_size, timeout=60)
+
+
+class ThreeDtypes(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        dtypes = (torch.float32, torch.float64, torch.bfloat16)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64, dtype=each) for each in dtypes)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype))
+        return x.float().square().mean() * 100
+
+
+def train_three_dtypes(where, late):
+    torch.manual_seed(0)
+    model = ThreeDtypes()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    engine = Zero3Engine(
+        model,
+        [optimizer],
+        device=CPU,
+        collectives=LocalCollectives(alone=False),
+        unit_policy=lambda m: [m],
+        offload=where,
+        streams=LateStream if late else Stream,
+        worker=LateWorker if late else start_worker,
+    )
+    ParamGroups([optimizer], lambda: engine, CPU).start(engine)
+    for _ in range(3):
+        with engine.step():
+            loss = model(torch.randn(16, 64))
+        with engine.backward():
+            loss.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_sums_of_a_unit_of_several_dtypes():
+    """All are on their way at the same time."""
+    expected = train_three_dtypes(None, False)
+    for late in (True, False):
+        for mine, other in zip(
+            train_three_dtypes(Offload("parameters"), late), expected, strict=True
+        ):
+            assert torch.equal(mine, other)
 
 
 OPTIONS = [
@@ -169,10 +255,10 @@ def test_bit_for_bit(world_size, options):
 # Each wait, by the words of its line: where it is missing, numbers are others, or an error comes.
 WAITS = [
     (offload, "ticket.result()"),
-    (offload, "room.ticket.result()  # hazard: sums that arrive"),
+    (offload, "pending.result()  # hazard: sums that arrive"),
     (offload, "self.settle()  # hazard: sending values"),
     (offload, "self.chunk.streams[1].wait(mark)  # hazard: reading sums"),
-    (host_steps, "chunk.settle()"),
+    (host_steps, "self.engine.settle()"),
     (unit, "self._stream.join(self._filled)"),
     (reduction, "self._stream.join(self._mark)"),
 ]
@@ -240,7 +326,7 @@ class Copies:
 @pytest.mark.parametrize("act", ["write", "step", "round"])
 def test_memory_that_is_still_read_is_not_written_to(act):
     """Kernels of a forward may be far behind the host, which steps meanwhile."""
-    entry = SimpleNamespace(trained=True, part_of=lambda shard: shard)
+    entry = SimpleNamespace(trained=True, unit=0, part_of=lambda shard: shard)
     wire = torch.bfloat16 if act == "round" else torch.float32
     chunk = HostChunk([entry], ChunkLayout.build([8], 1, 2), torch.float32, wire, torch.float32)
     Host(Offload("parameters"), [chunk], CPU, LateWorker(CPU))
@@ -267,7 +353,7 @@ def test_memory_that_is_still_read_is_not_written_to(act):
 @pytest.mark.parametrize("kind", ["optimizer", "parameters"])
 def test_the_start_tells_the_bytes_on_both_sides(kind):
     """Of a unit of 2**24 elements on the host, and one on a device."""
-    entry = SimpleNamespace(trained=True, part_of=lambda shard: shard)
+    entry = SimpleNamespace(trained=True, unit=0, part_of=lambda shard: shard)
     kinds = torch.bfloat16, torch.bfloat16, torch.float32
     layout, device = ChunkLayout.build([1 << 24], 1, 2), torch.device("meta")
     there, here = Chunk([entry], layout, *kinds), HostChunk([entry], layout, *kinds)

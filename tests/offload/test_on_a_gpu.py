@@ -43,6 +43,51 @@ def test_the_same_numbers(device):
         torch.testing.assert_close(losses, found[how, None, None][0], rtol=1e-4, atol=1e-5)
 
 
+def clip(where, device, micro):
+    """Norms of gradients, which are clipped by them; and losses."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(300, 300, device=device) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    engine = Zero3Engine(
+        model,
+        [optimizer],
+        device=device,
+        collectives=LocalCollectives(alone=False),
+        unit_policy=list,
+        offload=where,
+    )
+    ParamGroups([optimizer], lambda: engine, device).start(engine)
+    found = []
+    for _ in range(3):
+        for _ in range(micro):
+            with engine.step():
+                loss = model(torch.randn(8, 300).to(device)).square().mean()
+            with engine.backward():
+                loss.backward()
+        norm = engine.gradient_norm(engine.gradients.trained)
+        with engine.steps[optimizer].shards() as shards:
+            for shard in shards:
+                shard.mul_(0.1 / norm.to(shard.device))
+        found += [loss.item(), norm.item(), engine.gradient_norm(engine.gradients.trained).item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.unshard()
+    return found
+
+
+def clip_all(rank, world_size, device):
+    device = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    return [[clip(where, device, n) for where in (None, *ON_HOST)] for n in (1, 2)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_norms(device):
+    (runs,) = run_ranks(clip_all, 1, device, timeout=100)
+    for expected, *found in runs:
+        assert all(its == pytest.approx(expected, rel=1e-5) for its in found)
+        assert expected[2] == pytest.approx(0.1, rel=1e-5)
+
+
 def peaks(rank, world_size):
     """The most that is allocated in a step, by option; bytes."""
     found, device = {}, torch.device("cuda", 0)

@@ -268,6 +268,24 @@ def test_from_yaml(tmp_path):
     assert all(losses == found["null"] for losses in found.values())
 
 
+class Spoil(pl.Callback):
+    """Gives the optimizer what no kernel takes."""
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        if trainer.global_step == 3:
+            optimizer.param_groups[0]["weight_decay"] = "much"
+
+
+def fail_in_the_last_step(rank, world_size):
+    runner = trainer(zero3(offload="optimizer"), world_size, max_steps=4, callbacks=[Spoil()])
+    with pytest.raises(RuntimeError, match=r"the host's work on unit .* failed \(TypeError"):
+        runner.fit(Lit())
+
+
+def test_a_last_step_that_fails_on_the_host_ends_the_run():
+    run_ranks(fail_in_the_last_step, 1, timeout=60)
+
+
 def told(rank, world_size):
     """What the start says, by optimizer."""
     lines = {}
