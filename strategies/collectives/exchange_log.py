@@ -241,10 +241,6 @@ class ExchangeLog:
         totals = torch.stack([self._writes[key] for key in keys]).tolist() if keys else []
         return [(*key, total) for key, total in zip(keys, totals, strict=True)]
 
-    def digest(self, checksums: Sequence[NamedChecksum]) -> int:
-        """Return 56 bits of the trace, the ``checksums`` and all settings."""
-        return digest(self.trace[1:], checksums, self.all_settings())
-
     def start_trace(self) -> None:
         """Clear the log after all ranks have compared everything, the trace included."""
         self.clear_records()

@@ -193,9 +193,7 @@ class GroupCollectives(LocalCollectives):
 
     def all_gather(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.all_gather`."""
-        # `meet`, without a call
-        self.exchange_log.progress[1] += 1
-        self.exchange_log.trace.append(label)
+        self.meet(label)
         work = _all_gather(
             self._group, buffer, buffer.view(self.world_size, -1)[self.rank], _GATHER_OPTIONS
         )
@@ -203,9 +201,7 @@ class GroupCollectives(LocalCollectives):
 
     def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.reduce_scatter`."""
-        # `meet`, without a call
-        self.exchange_log.progress[1] += 1
-        self.exchange_log.trace.append(label)
+        self.meet(label)
         output = shard = buffer.view(self.world_size, -1)[self.rank]
         if buffer.is_complex():  # NCCL knows no complex numbers
             output, buffer = torch.view_as_real(shard), torch.view_as_real(buffer)
@@ -270,11 +266,6 @@ class ComparedCollectives(GroupCollectives):
     of mixing their tensors or waiting for each other for ever. Sums are taken in rank order; gloo's
     own reduce-scatter would send twice the necessary bytes.
     """
-
-    def all_gather(self, buffer: Tensor, label: int = 0) -> Work:
-        """See :meth:`LocalCollectives.all_gather`."""
-        self._require_same_labels(label)
-        return super().all_gather(buffer, label)
 
     def reduce_scatter(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.reduce_scatter`."""

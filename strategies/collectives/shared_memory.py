@@ -11,37 +11,44 @@ from __future__ import annotations
 import os
 import platform
 import secrets
-import socket
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange_log import Meeting
 from .process_group import ComparedCollectives, Work
-from .shared_flags import FLAGS_BYTES, SharedFlags
 
-_BALLOT_BYTES = 1 << 16  # memory of each rank for agreements
+_RING = 512  # exchanges whose flags are kept; far fewer are ever in flight
+# Flags of one rank, words of 8 bytes: the number of its last exchange; by exchange modulo _RING the
+# label; by the same the number of the exchange that it has finished.
+_POSTED, _LABELS, _FINISHED = 0, 1, 1 + _RING
+_SPINS = 100  # reads of a word before the first sleep
+_LIVENESS_CHECK_S = 0.1  # between two checks that the other process lives
 
 
 class SharedMemoryCollectives(ComparedCollectives):
     """Collectives between ranks of one machine on the CPU.
 
-    Tensors outside the memory of :meth:`allocate` travel by way of the base class.
+    All-gathers and reduce-scatters in the memory of :meth:`allocate` go by it, the rest by way of
+    the base class. A rank writes its own flags, and reads all.
     """
 
-    def __init__(self, group: dist.ProcessGroup, flags: SharedFlags, ballots: list[Tensor]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, words: list[memoryview], processes: list[int]
+    ) -> None:
+        """``words`` are the flags of each rank, ``processes`` the process ids, in rank order."""
         super().__init__(group)
         self.others = [rank for rank in range(self.world_size) if rank != self.rank]
-        self.flags = flags
+        self.words, self._processes = words, processes
+        options = group._get_backend(torch.device("cpu")).options
+        self._timeout_s = options._timeout.total_seconds()
         self.unread: list[_Exchange] = []  # exchanges of which this rank has to read
-        flags.on_wait, flags.require_same_label = self._read, self.require_same_label
-        flags.describe = lambda label: self.exchange_log.describe(label)
         # address, bytes, the block of each rank
         self._blocks: list[tuple[int, int, list[Tensor]]] = []
-        self._ballots = ballots  # of each rank [int64]
 
     @staticmethod
     def open(group: dist.ProcessGroup) -> SharedMemoryCollectives | None:
@@ -49,25 +56,79 @@ class SharedMemoryCollectives(ComparedCollectives):
 
         They must be on one machine, on Linux and x86-64. Collective.
         """
-        here = (socket.gethostname(), platform.machine(), hasattr(os, "memfd_create"))
-        everyone: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, (here, os.getpid()), group=group)
         # Only on x86 do processors see each other's stores in the order of the program, as
-        # `SharedFlags.post` needs.
-        if (
-            any(there != here for there, _ in everyone)
-            or here[1] not in ("x86_64", "AMD64")
-            or not here[2]
-        ):
-            return None
-        blocks = _share_memory(group, FLAGS_BYTES + _BALLOT_BYTES)
+        # :class:`_Exchange` needs.
+        able = hasattr(os, "memfd_create") and platform.machine() in ("x86_64", "AMD64")
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, able and os.getpid(), group=group)
+        blocks = _share_memory(group, 8 * (1 + 2 * _RING)) if all(everyone) else None
         if blocks is None:
             return None
-        words = [block[:FLAGS_BYTES].numpy().data.cast("q") for block in blocks]
-        ballots = [block[FLAGS_BYTES:].view(torch.int64) for block in blocks]
-        timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        flags = SharedFlags(words, dist.get_rank(group), [pid for _, pid in everyone], timeout)
-        return SharedMemoryCollectives(group, flags, ballots)
+        return SharedMemoryCollectives(group, [b.numpy().data.cast("q") for b in blocks], everyone)
+
+    def wait_for(self, rank: int, word: int, value: int) -> None:
+        """Wait until ``word`` of ``rank`` is at least ``value``.
+
+        Raises:
+            RuntimeError: the process of ``rank`` has ended, or the wait timed out.
+            DivergenceError: ``rank`` has posted another label in one of the recent exchanges.
+        """
+        words = self.words[rank]
+        if words[word] >= value:
+            return
+        for _ in range(_SPINS):
+            os.sched_yield()
+            if words[word] >= value:
+                return
+        begin = last_check = time.monotonic()
+        pause = 2e-5
+        while words[word] < value:
+            # hazard: the other rank may itself wait until this one has read an earlier exchange
+            for exchange in tuple(self.unread):
+                exchange.read()
+            time.sleep(pause)
+            pause = min(1.5 * pause, 1e-3)
+            now = time.monotonic()
+            if now - last_check > _LIVENESS_CHECK_S:
+                last_check = now
+                self._require_alive(rank)
+                self._compare_recent_labels(rank)
+            if now - begin > self._timeout_s:
+                raise RuntimeError(
+                    f"Rank {self.rank} timed out: rank {rank} did not come in"
+                    f" {self._timeout_s:.0f} s."
+                )
+
+    def _compare_recent_labels(self, rank: int) -> None:
+        """Compare labels of all recent exchanges that this rank and ``rank`` have both posted.
+
+        A difference may lie in a later exchange than the one that this rank waits for; ``rank`` may
+        have raised there, and does not come back.
+        """
+        mine, words = self.words[self.rank], self.words[rank]
+        last = min(mine[_POSTED], words[_POSTED])
+        for number in range(max(1, last - _RING // 2), last + 1):
+            word = _LABELS + number % _RING
+            self.require_same_label(mine[word], rank, words[word])
+
+    def _require_alive(self, rank: int) -> None:
+        process = self._processes[rank]
+        try:
+            text = Path(f"/proc/{process}/stat").read_text()
+            state = text.rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            state = "gone"
+        if state in ("gone", "Z", "X"):  # zombie, dead
+            mine = self.words[self.rank]
+            doing = self.exchange_log.describe(mine[_LABELS + mine[_POSTED] % _RING])
+            raise RuntimeError(
+                f"The connection to rank {rank} is lost: its process {process} has ended while rank"
+                f" {self.rank} waited for it to {doing}.\nIts output may say why. If it came to"
+                f" its end, rank {self.rank} did alone what all ranks do together: forwards, reads"
+                " of weights, saves and `gathered`, also after `fit`."
+            )
+
+    # ---------------------------------------------------------------------------------- exchanges
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         """See :meth:`LocalCollectives.allocate`."""
@@ -91,11 +152,6 @@ class SharedMemoryCollectives(ComparedCollectives):
                     for block in blocks
                 ]
         return None
-
-    def _read(self) -> None:
-        """Read what has been posted; another rank may wait for that while this one waits."""
-        for exchange in tuple(self.unread):
-            exchange.read()
 
     def all_gather(self, buffer: Tensor, label: int = 0) -> Work:
         """See :meth:`LocalCollectives.all_gather`."""
@@ -128,33 +184,8 @@ class SharedMemoryCollectives(ComparedCollectives):
 
         return _Exchange(self, label, total, read)
 
-    def all_to_all(self, sent: Tensor, arriving: Tensor, label: int = 0) -> Work:
-        """See :meth:`LocalCollectives.all_to_all`."""
-        buffers = self._find_buffers(sent)
-        if buffers is None:
-            return super().all_to_all(sent, arriving, label)
-
-        def read() -> None:
-            for rank, target in enumerate(arriving.view(self.world_size, -1)):
-                target.copy_(buffers[rank][self.rank])
-
-        return _Exchange(self, label, arriving, read)
-
-    def agree(self, values: Tensor, meeting: Meeting = Meeting.AGREEMENT) -> Tensor:
-        """See :meth:`LocalCollectives.agree`."""
-        if values.nbytes > _BALLOT_BYTES:
-            return super().agree(values, meeting)
-        count = values.numel()
-        self._ballots[self.rank][:count] = values
-
-        def read() -> None:
-            for rank in self.others:
-                torch.maximum(values, self._ballots[rank][:count], out=values)
-
-        return _Exchange(self, meeting, values, read).wait()
-
     def _require_same_labels(self, label: int) -> None:
-        _Exchange(self, label, self._ballots[0], lambda: None).wait()
+        _Exchange(self, label, None, lambda: None).wait()
 
 
 class _Exchange:
@@ -172,36 +203,43 @@ class _Exchange:
         self,
         communicator: SharedMemoryCollectives,
         label: int,
-        result: Tensor,
+        result: Tensor | None,
         read_parts: Callable[[], None],
     ) -> None:
         self._result, self._read_parts = result, read_parts
         self._communicator, self._label = communicator, label
         communicator.exchange_log.progress[1] += 1
-        self._number = communicator.flags.post(label)
+        self._mine = communicator.words[communicator.rank]
+        self._number = self._mine[_POSTED] + 1
+        self._place = self._number % _RING
+        self._mine[_LABELS + self._place] = label
+        # hazard: a rank that reads the number reads the label next. On x86 other processors see
+        # stores in the order of the program, so the number is written last.
+        self._mine[_POSTED] = self._number
         communicator.unread.append(self)
 
     def read(self) -> None:
-        """Read the parts if all ranks have posted by now."""
-        communicator = self._communicator
-        for rank in communicator.others:
-            if not communicator.flags.is_posted(rank, self._number, self._label):
+        """Read the parts if all ranks have posted by now, with this label."""
+        for words in self._communicator.words:
+            if words[_POSTED] < self._number or words[_LABELS + self._place] != self._label:
                 return
         self._read_parts()
-        communicator.unread.remove(self)
-        communicator.flags.finish(self._number)
+        self._communicator.unread.remove(self)
+        self._mine[_FINISHED + self._place] = self._number
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Any:
         """See :meth:`Work.wait`; raise if a rank has posted another label."""
         communicator = self._communicator
         if self in communicator.unread:
             for rank in communicator.others:
-                label = communicator.flags.wait_for_post(rank, self._number)
+                communicator.wait_for(rank, _POSTED, self._number)
+                label = communicator.words[rank][_LABELS + self._place]
                 communicator.require_same_label(self._label, rank, label)
         if self in communicator.unread:  # it may have been read while this rank waited
             self.read()
         # hazard: the caller overwrites memory that other ranks still read
-        communicator.flags.wait_until_read(self._number)
+        for rank in communicator.others:
+            communicator.wait_for(rank, _FINISHED + self._place, self._number)
         return self._result
 
 

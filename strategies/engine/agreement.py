@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 
 from ..collectives import (
     DivergenceError,
     LocalCollectives,
     Meeting,
+    Setting,
     digest,
     first_difference,
     require_same_settings,
@@ -35,27 +33,32 @@ def compare_notes(collectives: LocalCollectives) -> None:
         DivergenceError: naming a parameter or an option.
     """
     exchange_log = collectives.exchange_log
-    written = exchange_log.checksums()
-    stepped = list(exchange_log.step_settings)
-    is_same, _ = _agree(collectives, Meeting.NOTES, digest(written, stepped))
-    if not is_same:
-        _require_same(collectives.all_gather_object((written, stepped)))
+    _agree(collectives, Meeting.NOTES, [], list(exchange_log.step_settings))
     exchange_log.clear_records()
 
 
 def _agree(
-    collectives: LocalCollectives, meeting: Meeting, number: int, flags: bytes = b""
-) -> tuple[bool, bytes]:
-    """Whether all ranks come with the same ``number``, and the ``flags`` of any."""
+    collectives: LocalCollectives,
+    meeting: Meeting,
+    trace: list[int],
+    settings: list[Setting],
+    flags: bytes = b"",
+) -> bytes:
+    """The ``flags`` of any rank. Raises a DivergenceError that names the first difference in what
+    ranks have exchanged, written and stepped with.
+    """
+    exchange_log = collectives.exchange_log
+    mine = [*trace, meeting], exchange_log.checksums(), settings
+    number = digest(*mine)
     votes = torch.tensor([number, -number, *flags], dtype=torch.int64, device="cpu")
     most, least, *agreed = collectives.agree(votes, meeting).tolist()
-    return most == -least, bytes(agreed)
-
-
-def _require_same(everyone: Sequence[Any]) -> None:
-    """Raise the error that names the first difference in what ranks wrote and stepped with."""
-    require_same_values([written for written, _ in everyone])
-    require_same_settings([settings for _, settings in everyone])
+    if most != -least:
+        traces, written, stepped = zip(*collectives.all_gather_object(mine), strict=True)
+        if difference := first_difference(traces, exchange_log.describe):
+            raise DivergenceError(difference)
+        require_same_values(written)
+        require_same_settings(stepped)
+    return bytes(agreed)
 
 
 def reach_agreement(
@@ -75,18 +78,9 @@ def reach_agreement(
         DivergenceError: the ranks did not exchange the same things in the same order since the
             last time, wrote other values, or have other options in their optimizers.
     """
-    if collectives.alone:
-        return late, changed, used
     exchange_log = collectives.exchange_log
-    written = exchange_log.checksums()
-    number, flags = exchange_log.digest(written), late + changed + used
-    is_same, flags = _agree(collectives, Meeting.AGREEMENT, number, flags)
-    if not is_same:
-        trace = [*exchange_log.trace[1:], Meeting.AGREEMENT]
-        everyone = collectives.all_gather_object((trace, written, exchange_log.all_settings()))
-        if difference := first_difference([each[0] for each in everyone], exchange_log.describe):
-            raise DivergenceError(difference)
-        _require_same([others for _, *others in everyone])
+    own = exchange_log.trace[1:], exchange_log.all_settings(), late + changed + used
+    flags = _agree(collectives, Meeting.AGREEMENT, *own)
     exchange_log.start_trace()
     units, modules = len(late), len(late) + len(changed)
     return flags[:units], flags[units:modules], flags[modules:]

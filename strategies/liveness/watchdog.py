@@ -30,7 +30,6 @@ from ..collectives import (
     LocalCollectives,
     first_difference,
     process_group,
-    shared_flags,
     shared_memory,
 )
 from ..collectives.exchange_log import LOOK_FOR
@@ -52,7 +51,7 @@ _NOT_USER_CODE = (
         for folder in (*_INSTALLED, *_OURS, os.path.dirname(threading.__file__))
     ),
 )
-_COMMUNICATORS = tuple(module.__file__ for module in (shared_flags, process_group, shared_memory))
+_COMMUNICATORS = tuple(module.__file__ for module in (process_group, shared_memory))
 _CONNECTION_WORDS = ("gloo", "connection", "nccl", "socket", "broken pipe", "timed out", "timeout")
 
 

@@ -27,7 +27,7 @@ Allocations are the same in fp32, bf16-mixed, bf16-true and 16-true, with bf16 o
 on the CPU, for each param group, is of gradients: kept between steps they would take 4Ψ/N bytes while activations take the
 most, which FSDP2's, freed as well, do not. On one rank
 parameters view their shards and nothing is unsharded; gradients go through the reduce buffer and are freed all the same. Bytes sent and copied are those of messages between two
-ranks, whose sums take one unit's gradients of memory while they are under way; in shared memory, the default on one machine, nothing is sent, and an unshard copies all of a unit once. The bound for
+ranks, whose sums take one unit's gradients of memory while they are under way; in shared memory, the default on one machine, nothing but votes is sent, and an unshard copies all of a unit once. The bound for
 Python calls is 150 in each case; a group for each unit takes 8 (its memory of gradients, window and tensors), mixed precision
 4: for the norms' own exchanges.
 

@@ -208,9 +208,9 @@ def calls_of_a_trainer(rank, world_size):
 
 
 def test_every_call_of_a_step_of_the_trainer():
-    # One more for the norm that gradients are clipped by. Beside the communicator the ranks compare, while
-    # they go on, whether any of them was asked to stop.
-    expected = {**ONCE_THROUGH, "all_reduce": 1}, {"all_reduce": 1 + 1}
+    # One more for the norm that gradients are clipped by; that one and the agreement are torch's all-reduces.
+    # Beside the communicator the ranks compare, while they go on, whether any of them was asked to stop.
+    expected = {**ONCE_THROUGH, "all_reduce": 1}, {"all_reduce": 1 + 1 + 1}
     assert run_ranks(calls_of_a_trainer, 2) == [expected] * 2
 
 
@@ -385,7 +385,7 @@ print(*(more[1] - less[1] for less, more in zip(ours, ours[1:])))
 
 # Python calls that a unit of nine parameters adds to a step, at most 150. FSDP2 adds 1223 in fp32
 # (torch 2.13).
-MOST_CALLS = {"fp32": 120, "a group each": 120, "bf16-mixed": 125}
+MOST_CALLS = {"fp32": 133, "a group each": 133, "bf16-mixed": 142}
 
 
 def python_calls(kind):
