@@ -4,8 +4,8 @@ never holds it all.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..collectives import LocalCollectives
+from ..collectives import LocalCollectives, digest
 from .chunk import Chunk, Entry
 from .debug import CheckedUnit
 from .initial_values import Initializer
 from .layout import ChunkLayout
-from .offload import HostChunk, Offload
+from .offload import Offload
 from .partition import UnitModules
 from .sharded import Value, about, forget, is_sharded, read
 from .unit import Unit, WholeUnit
@@ -33,17 +33,15 @@ def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> set
     A ValueError if an optimizer holds a tensor that is no parameter of ``model``.
     """
     known, trained = set(map(id, model.parameters())), set[int]()
-    for i, optimizer in enumerate(optimizers):
-        for g, group in enumerate(optimizer.param_groups):
-            for k, p in enumerate(group["params"]):
-                if id(p) not in known:
-                    raise ValueError(
-                        f"Optimizer {i} ({type(optimizer).__name__}) holds a tensor of shape"
-                        f" {tuple(p.shape)} (param group {g}, position {k}) that is not a parameter"
-                        f" of {type(model).__name__}. Pass only parameters that"
-                        " `named_parameters()` of the module yields."
-                    )
-                trained.add(id(p))
+    for optimizer in optimizers:
+        for p in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            if id(p) not in known:
+                raise ValueError(
+                    f"{type(optimizer).__name__} holds a tensor of shape {tuple(p.shape)} that is"
+                    f" not a parameter of {type(model).__name__}.\nPass only parameters that"
+                    " `named_parameters()` of the module yields."
+                )
+            trained.add(id(p))
     return trained
 
 
@@ -204,8 +202,7 @@ def check_same_structure(
     mine += [
         f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in model.named_buffers()
     ]
-    digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
-    if len(set(collectives.all_gather_object(digest))) == 1:
+    if len(set(collectives.all_gather_object(digest(mine)))) == 1:
         return
     everyone = collectives.all_gather_object(mine)
     for rank, theirs in enumerate(everyone):
@@ -235,9 +232,7 @@ def fill_shards(
                 for entry, view in zip(chunk.entries, chunk.views(buffer), strict=True):
                     view.copy_(initial[entry.name])
                 collectives.broadcast(buffer)
-            shard = chunk.shard_of(buffer, collectives.rank)
-            is_lasting = collectives.alone or isinstance(chunk, HostChunk)
-            chunk.own(shard if is_lasting else shard.clone(), collectives.rank)
+            chunk.own(chunk.shard_of(buffer, collectives.rank).clone(), collectives.rank)
             for entry in chunk.entries:
                 forget(entry.parameter)
                 entry.parameter.__class__ = entry.value.cls

@@ -49,11 +49,11 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitM
             every other module that has parameters and no children; neighbours below 1 MiB share a
             unit. A list of module classes (or their names) takes modules of those classes as the
             blocks instead. A function gets the model and returns the units, each a module or a list
-            of modules.
+            of modules; what these leave is a unit of its own.
 
     Raises:
-        ValueError: a parameter would have no unit, or no shape; the policy names what is not in the
-            model, or is no list.
+        ValueError: a parameter has no shape; the policy names what is not in the model, or is no
+            list.
     """
     if next(model.parameters(), None) is None:
         raise ValueError(
@@ -67,24 +67,15 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitM
                 " size, before training."
             )
     names = {module: name for name, module in model.named_modules()}
-    is_class = isinstance(policy, type) and issubclass(policy, nn.Module)
-    if (
-        isinstance(policy, str | nn.Module)
-        or is_class
-        or not (policy is None or callable(policy) or isinstance(policy, Iterable))
-    ):
-        raise ValueError(
-            "unit_policy is a list of module classes, or their names, or a function that gets the"
-            f" model and returns a list of modules. It is {_shown(policy)}."
-        )
     if policy is not None and callable(policy):
         try:
             returned = list(policy(model))
         except TypeError as error:
             raise ValueError(
-                f"The unit policy cannot be called with the model, or returns no list ({error}). It"
-                " gets the model and returns its units, each a module or a list of modules. For"
-                " FSDP's policies give the classes that they wrap, `unit_policy=[MyBlock]`."
+                f"The unit policy cannot be called with the model, or returns no list ({error}).\n"
+                "It is a list of module classes, or their names, or a function that gets the model"
+                " and returns its units, each a module or a list of modules. For FSDP's policies"
+                " give the classes that they wrap, `unit_policy=[MyBlock]`."
             ) from error
         units = [_unit(found, names) for found in returned]
     else:
@@ -93,12 +84,8 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitM
     units = _join_tied(units)
     if policy is None:
         units = _join_small(units)
-    _assign_parameters(model, units, explicit=callable(policy))
+    _assign_parameters(model, units)
     return [unit for unit in units if unit.parameters]
-
-
-def _shown(value: Any) -> str:
-    return f"a {type(value).__name__}" if isinstance(value, nn.Module) else repr(value)
 
 
 def _unit(found: nn.Module | Sequence[nn.Module], names: dict[nn.Module, str]) -> UnitModules:
@@ -108,7 +95,7 @@ def _unit(found: nn.Module | Sequence[nn.Module], names: dict[nn.Module, str]) -
     for module in members:
         if module not in names:
             raise ValueError(
-                f"The unit policy returned {_shown(module)} that is not part of the model."
+                f"The unit policy returned a {type(module).__name__} that is not part of the model."
             )
     return UnitModules(members, [names[m] for m in members])
 
@@ -205,7 +192,7 @@ def _join_small(units: list[UnitModules]) -> list[UnitModules]:
     return result
 
 
-def _assign_parameters(model: nn.Module, units: list[UnitModules], explicit: bool) -> None:
+def _assign_parameters(model: nn.Module, units: list[UnitModules]) -> None:
     """Give each parameter to the innermost unit around it, and the rest to a root unit put
     first.
     """
@@ -218,12 +205,6 @@ def _assign_parameters(model: nn.Module, units: list[UnitModules], explicit: boo
                 home[id(p)] = unit
     root = UnitModules([model], [""], nested=True)
     for name, p in model.named_parameters():
-        unit = home.get(id(p), root)
-        if unit is root and explicit:
-            raise ValueError(
-                f"The unit policy leaves parameter {name!r} without a unit; return a module that"
-                " contains it."
-            )
-        unit.parameters[name] = p
+        home.get(id(p), root).parameters[name] = p
     if root.parameters:
         units.insert(0, root)

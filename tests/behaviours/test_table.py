@@ -141,7 +141,7 @@ WHOSE = (
 OF_NONE = {
     "optimizer-of-global-norms": "GloballyNormalizedSgd",
     "optimizer-of-finite-steps": "FiniteSgd",
-    "foreign-tensor": r"Optimizer 0 \(SGD\).*shape \(8,\).*group 0, position 28",
+    "foreign-tensor": r"SGD holds a tensor of shape \(8,\)",
     "not-elementwise": "WeightAveraging",
     "batch-size-found": "BatchSizeFinder",
     "skipped-steps": "`training_step`",
