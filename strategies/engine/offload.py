@@ -235,6 +235,9 @@ class HostChunk(Chunk):
     _sent: Tensor | None = None  # [shard] on the device, with "optimizer"
     _is_rounded = False  # `_rounded` is of the values as they are
     _is_sent = False  # so is `_sent`
+    # of the sums on their way: where they go, what makes them a mean, and whose memory it is (None:
+    # the gradients')
+    _arrival: tuple[Tensor, float, Room | None]
 
     def sizes(self) -> list[int]:
         """Bytes of each tensor that it has in host memory."""
@@ -354,14 +357,46 @@ class HostChunk(Chunk):
 
     # -------------------------------------------------------------------------------------- reduce
 
-    def begin_arrival(self, dtype: torch.dtype, scale: float, room: Room | None) -> Arrival:
-        """Sums in ``dtype`` will come; on the host. ``room`` is the unit's, if there are any."""
+    def begin_arrival(self, dtype: torch.dtype, scale: float, room: Room | None) -> Tensor:
+        """Sums in ``dtype`` will come, which ``scale`` makes a mean; on the host. ``room`` is the
+        unit's, if there are any in it.
+
+        Returns where they are copied to.
+        """
         # The worker steps no more with the gradients: `Gradients.begin_backward` has waited for
         # that.
-        first, self.has_sums = not self.has_sums, True
-        if first or room is None:
-            return Arrival(self, self._gradients, scale)
-        return Arrival(self, room.take(self.layout.shard_numel, dtype), scale, room)
+        if not self.has_sums or room is None:
+            room, target = None, self._gradients
+        else:
+            target = room.take(self.layout.shard_numel, dtype)
+        self.has_sums, self._arrival = True, (target, scale, room)
+        return target
+
+    def copy(self, total: Tensor) -> None:
+        """In the stream of reductions: send ``total``, scaled unless that is done as it is
+        added. Its norms are those of the gradients, if these are nothing else.
+        """
+        (target, scale, room), self.squared_norms = self._arrival, None
+        if room is None:
+            total.mul_(scale)
+            if total.dtype == self.master_dtype:
+                self.squared_norms = squared_norms([e.part_of(total) for e in self.entries])
+        target.copy_(total, non_blocking=True)
+
+    def end_arrival(self, mark: Any) -> None:
+        """They are there at ``mark``."""
+        ticket = self._run(partial(self._add, mark, *self._arrival))
+        if (room := self._arrival[2]) is not None:
+            room.tickets.append(ticket)
+
+    def _add(self, mark: Any, target: Tensor, scale: float, room: Room | None) -> None:
+        self.streams[1].wait(mark)  # hazard: reading sums that are still arriving
+        if room is not None:
+            gradients = self._gradients
+            if gradients.dtype != target.dtype:
+                gradients.add_((target * scale).to(gradients.dtype))
+            else:
+                gradients.add_(target, alpha=scale)
 
     def step_with(self, work: Callable[[Tensor], None]) -> None:
         """Let the worker change the values by ``work``, which gets the gradients."""
@@ -373,40 +408,3 @@ class HostChunk(Chunk):
             self.streams[0].wait(read)  # hazard: as in `_require_quiet`
         work(self._gradients)
         self._round()
-
-
-@dataclass
-class Arrival:
-    """Sums of a backward on their way to a chunk."""
-
-    chunk: HostChunk
-    target: Tensor  # [shard] where they are copied to
-    scale: float  # from a sum to a mean
-    room: Room | None = None  # whose memory it is; None: the gradients'
-
-    def copy(self, total: Tensor) -> None:
-        """In the stream of reductions: send ``total``, scaled unless that is done as it is
-        added. Its norms are those of the gradients, if these are nothing else.
-        """
-        chunk = self.chunk
-        chunk.squared_norms = None
-        if self.room is None:
-            total.mul_(self.scale)
-            if total.dtype == chunk.master_dtype:
-                chunk.squared_norms = squared_norms([e.part_of(total) for e in chunk.entries])
-        self.target.copy_(total, non_blocking=True)
-
-    def end(self, mark: Any) -> None:
-        """They are there at ``mark``."""
-        ticket = self.chunk._run(partial(self._add, mark))
-        if self.room is not None:
-            self.room.tickets.append(ticket)
-
-    def _add(self, mark: Any) -> None:
-        self.chunk.streams[1].wait(mark)  # hazard: reading sums that are still arriving
-        if self.room is not None:
-            gradients = self.chunk._gradients
-            if gradients.dtype != self.target.dtype:
-                gradients.add_((self.target * self.scale).to(gradients.dtype))
-            else:
-                gradients.add_(self.target, alpha=self.scale)

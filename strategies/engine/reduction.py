@@ -22,7 +22,7 @@ from ..collectives import LocalCollectives, Work, narrow
 from ..support import profile_range
 from .chunk import Chunk
 from .layout import ArenaLayout, overlap
-from .offload import Arrival, HostChunk
+from .offload import HostChunk
 from .streams import Stream
 from .unit import Exchange, Unit
 
@@ -64,7 +64,6 @@ class _Range:
             self.views += chunk.views(part)
             self.gaps += [part[a:b] for a, b in chunk.layout.gaps()]
         self.pending: list[Work] = []  # in flight
-        self.arrivals: dict[Chunk, Arrival] = {}  # of chunks in host memory
         self.hosted = [(c, part.dtype) for c, part in self.chunks if isinstance(c, HostChunk)]
         self.dropped = False  # what is in flight is not wanted any more
         self.reduce_range = profile_range("reduce", unit.name)
@@ -129,12 +128,7 @@ class Reducer:
         for other in sorted(self._open, key=lambda opened: opened.unit.index):  # alike on all ranks
             if overlap(other.region, place.region):
                 self.reduce(other.unit)
-        flying, region = self._flying, place.region  # `overlap`, without a call
-        if (
-            flying is not None
-            and flying.region.start < region.stop
-            and region.start < flying.region.stop
-        ):
+        if self._flying is not None and overlap(self._flying.region, place.region):
             self.finish()  # hazard: overwriting gradients that are being sent
         self.claimed[index] = 1
         self._open.append(place)
@@ -159,12 +153,11 @@ class Reducer:
             if any(chunk.has_sums for chunk, _ in place.hosted):
                 room = place.hosted[0][0].host.next_room()
             for chunk, dtype in place.hosted:
-                arrival = place.arrivals[chunk] = chunk.begin_arrival(dtype, self._scale, room)
-                targets.append(arrival.target)
+                targets.append(chunk.begin_arrival(dtype, self._scale, room))
             if self._stream.on_device:
                 self._mark = self._stream.run(partial(self._send_and_add, place), host=targets)
                 for chunk, _ in place.hosted:
-                    place.arrivals[chunk].end(self._mark)
+                    chunk.end_arrival(self._mark)
             else:
                 self._send(place)
         self.claimed[unit.index], self._flying = 0, place
@@ -206,14 +199,12 @@ class Reducer:
             if dropped:
                 continue
             if isinstance(chunk, HostChunk):
-                place.arrivals[chunk].copy(total)
+                chunk.copy(total)
                 if not self._stream.on_device:
-                    place.arrivals[chunk].end(None)
+                    chunk.end_arrival(None)
                 continue
             if (target := chunk.gradients) is None:
-                # `Chunk.room_for_gradients`, without a call
-                with torch._C._InferenceMode(False):
-                    target = chunk.gradients = torch.empty_like(chunk.values)
+                target = chunk.room_for_gradients()
             first, chunk.has_sums = not chunk.has_sums, True
             if target.dtype != total.dtype:
                 total.mul_(scale)

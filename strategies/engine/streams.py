@@ -17,7 +17,6 @@ which would cost Python calls for every unit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -40,38 +39,31 @@ class Stream:
 
     @cached_property
     def room(self) -> Tensor:
-        """[bytes] A run of values is rounded there: by this side stream's work alone, which runs in
+        """[bytes] Values are rounded by way of it: in this side stream's work alone, which runs in
         order.
         """
         with torch._C._InferenceMode(False):  # it is written to in training, too
             return torch.empty(ROOM, dtype=torch.uint8, device=self._device)
 
-    def fork(self) -> AbstractContextManager[object]:
-        """Work inside runs beside the current stream, after all that was issued on it so far."""
-        # Hazards: readers of the bytes about to be overwritten, and the optimizer writing the shard
-        # about to be sent.
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        return torch.cuda.stream(self._stream)
-
     def run(
         self, work: Callable[[], None], device: Sequence[Tensor] = (), host: Sequence[Tensor] = ()
     ) -> Any:
-        """Do ``work`` as in :meth:`fork`; return its end.
+        """Do ``work`` beside the current stream, after all that was issued on it so far; return its
+        end.
 
         It writes to ``device``, which is there for who joins, and to ``host``, for who waits.
         """
-        with self.fork():
+        # Hazards: readers of the bytes about to be overwritten, and the optimizer writing the shard
+        # about to be sent.
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
             work()
-            return self.mark()
+            return self._stream.record_event()
 
     def wait(self, mark: Any) -> None:
         """The host waits for ``mark``."""
         if mark is not None:
             mark.synchronize()
-
-    def mark(self) -> torch.cuda.Event:
-        """A point in the stream for :meth:`join`, taken inside :meth:`fork`."""
-        return self._stream.record_event()
 
     def join(self, mark: torch.cuda.Event | None) -> None:
         """The current stream waits for ``mark``."""

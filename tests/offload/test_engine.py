@@ -257,7 +257,7 @@ WAITS = [
     (offload, "ticket.result()"),
     (offload, "pending.result()  # hazard: sums that arrive"),
     (offload, "self.settle()  # hazard: sending values"),
-    (offload, "self.chunk.streams[1].wait(mark)  # hazard: reading sums"),
+    (offload, "self.streams[1].wait(mark)  # hazard: reading sums"),
     (host_steps, "self.engine.settle()"),
     (unit, "self._stream.join(self._filled)"),
     (reduction, "self._stream.join(self._mark)"),

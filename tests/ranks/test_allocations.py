@@ -117,7 +117,7 @@ def test_on_the_cpu_gradients_alone(world_size):
     """
     for found in run_ranks(memory_of_a_step, world_size, False, timeout=60):
         assert {name: large(allocations) for name, allocations in found.items()} == dict.fromkeys(
-            VARIANTS, Counter(_accumulate=BLOCKS)
+            VARIANTS, Counter(room_for_gradients=BLOCKS)
         )
         nbytes = [nbytes for nbytes, _ in found["plain"] if nbytes >= 1024]
         assert nbytes == [UNIT_BYTES // world_size] * BLOCKS
