@@ -5,8 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from .sharded import (
     about,
     absent_like,
     adopt,
+    describe,
     is_sharded,
     owner_of,
     set_data,
@@ -36,7 +36,7 @@ from .unit import Unit
 
 
 class Access:
-    """The owner of all parameters of an engine; see :class:`~.sharded.Owner`."""
+    """The owner of all parameters of an engine, which sharded tensors ask."""
 
     def __init__(
         self,
@@ -52,11 +52,9 @@ class Access:
         self._weights_changed, self.retire = weights_changed, retire
         self._entries: dict[Value, Entry] = {}
         self._absent: dict[Entry, Tensor] = {}  # what has the shape and dtype of a gradient
-        # what `p.grad` is: the same tensor as long as the user has it
-        self._shown: WeakValueDictionary[Entry, ShardedTensor] = WeakValueDictionary()
         # of copies that users have: what it is of, an alias without memory that shares the count of
         # writes, and the count
-        self._watched: list[tuple[Value, Tensor, int]] = []
+        self._watched: list[tuple[Tensor, Tensor, int]] = []
         for unit in units:
             for entry in unit.entries:
                 self._entries[entry.value] = entry
@@ -67,35 +65,36 @@ class Access:
                 with torch._C.DisableTorchFunctionSubclass():
                     set_grad(entry.parameter, None)  # of an earlier run: autograd would add to it
 
-    def entry_of(self, value: Value) -> Entry:
+    def entry_of(self, tensor: Tensor) -> Entry:
         """Whose value, or gradient, it is."""
-        return self._entries[value.parent or value]
+        return self._entries[value_of(tensor)]
 
     # --------------------------------------------------------------------------------------- values
 
-    def read(self, values: list[Value]) -> list[Tensor]:
-        """See :meth:`.Owner.read`."""
-        found: dict[Value, Tensor] = {}
-        by_unit: dict[Unit, list[Value]] = {}
+    def read(self, tensors: list[Any]) -> list[Tensor]:
+        """Whole values, or gradients, in memory of their own; collective, each unit is unsharded
+        once.
+        """
+        found: dict[int, Tensor] = {}
+        by_unit: dict[Unit, list[Tensor]] = {}
         with apart():
-            for value in values:
-                entry = self.entry_of(value)
-                if value.since is None:
-                    by_unit.setdefault(self._units[entry.unit], []).append(value)
+            for each in tensors:
+                if each.since is None:
+                    by_unit.setdefault(self._units[self.entry_of(each).unit], []).append(each)
                 else:
-                    found[value] = self._gradients.full(self._current(value, entry))
+                    found[id(each)] = self._gradients.full(self._current(each))
             for unit, its in by_unit.items():
                 full = unit.spread or unit.values()
                 # cloned: none is to keep the values of the whole unit alive
-                found |= {value: full[self._entries[value].name].clone() for value in its}
+                found |= {id(each): full[self.entry_of(each).name].clone() for each in its}
                 del full
-        return [found[value] for value in values]
+        return [found[id(each)] for each in tensors]
 
-    def write(self, value: Value, tensor: Tensor) -> None:
-        """See :meth:`.Owner.write`."""
-        entry = self.entry_of(value)
-        if value.since is not None:
-            self._current(value, entry)
+    def write(self, to: Any, tensor: Tensor) -> None:
+        """Store a whole value, or gradient, that all ranks have; local."""
+        entry = self.entry_of(to)
+        if to.since is not None:
+            self._current(to)
             with apart():
                 if entry.trained:
                     self._gradients.assign(entry, tensor)
@@ -111,20 +110,22 @@ class Access:
             entry.part_of(entry.chunk.values).copy_(entry.cut(tensor))
         self._weights_changed([entry])
 
-    def watch(self, value: Value, copy: Tensor) -> None:
-        """See :meth:`.Owner.watch`."""
+    def watch(self, of: Tensor, copy: Tensor) -> None:
+        """Raise later if the user has written to ``copy``, which was read: nobody would store
+        it.
+        """
         if transform() is None and copy.layout == torch.strided and not copy.is_inference():
             alias = copy.detach()
             set_data(alias, alias.new_empty(0))
-            self._watched.append((value, alias, alias._version))
+            self._watched.append((of, alias, alias._version))
 
     def require_unwritten(self) -> None:
         """Raise a ResidencyError if the user has written to a copy that was read."""
         watched, self._watched = self._watched, []
-        for value, alias, version in watched:
+        for of, alias, version in watched:
             if alias._version != version:
                 raise ResidencyError(
-                    f"A tensor that was read from {value.what}, or assigned to it, was changed in"
+                    f"A tensor that was read from {describe(of)}, or assigned to it, was changed in"
                     " place since: nobody would store that. Change the parameter itself, under"
                     " `torch.no_grad()` (`parameter.copy_(...)`, `parameter[0] = ...`), or a"
                     " `.clone()`."
@@ -132,41 +133,38 @@ class Access:
 
     # ------------------------------------------------------------------------------------ gradients
 
-    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """See :meth:`.Owner.gradient`."""
-        entry = self._entries[about(parameter)]
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """The :class:`~.sharded.ShardedTensor` of the reduced gradient, if the optimizers see
+        one.
+        """
+        entry = self.entry_of(parameter)
         self._passes.drop_failed()
-        self._passes.settle(entry.name)
         if not self._gradients.present(entry):
             return None
-        shown = self._shown.get(entry)
-        if shown is None or shown.value.since != entry.assigned:
-            own = entry.value
-            value = Value(own.label, own.cls, own.meta, own.owner, own, entry.assigned)
-            shown = self._shown[entry] = sharded_tensor(value, self._absent[entry])
-        return shown
+        return sharded_tensor(about(parameter), self._absent[entry], entry.assigned)
 
-    def _current(self, value: Value, entry: Entry) -> Entry:
-        if value.since != entry.assigned:
+    def _current(self, gradient: Any) -> Entry:
+        entry = self.entry_of(gradient)
+        self._passes.settle(entry.name)
+        if gradient.since != entry.assigned:
             raise ResidencyError(
-                f"This tensor was {value.what}, which was cleared or replaced since. Read"
+                f"This tensor was {describe(gradient)}, which was cleared or replaced since. Read"
                 " `parameter.grad` again, or keep a copy (`.clone()`)."
             )
         return entry
 
-    def set_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
-        """See :meth:`.Owner.set_gradient`."""
-        entry = self._entries[about(parameter)]
+    def set_gradient(self, parameter: Tensor, grad: Tensor | None) -> None:
+        """Store a whole gradient that all ranks have, or clear it; local."""
+        entry = self.entry_of(parameter)
         entry.dropped = False
         if not entry.trained:
             return  # no optimizer would read it
         if grad is None:
-            self._passes.drop_failed()
-            self._gradients.require_not_arrived(entry)
+            self._passes.require_ended(entry.name)
             self._gradients.clear(entry)
             return
         if isinstance(grad, ShardedTensor):
-            if grad is self._shown.get(entry) and grad.value.since == entry.assigned:
+            if grad.value is about(parameter) and grad.since == entry.assigned and not grad.views:
                 return  # as after `parameter.grad *= 2`
             grad = grad.clone()
         with apart():
@@ -174,7 +172,7 @@ class Access:
             self._gradients.assign(entry, grad)
         entry.assigned += 1
         if (shown := self.gradient(parameter)) is not None:
-            self.watch(value_of(shown), grad)
+            self.watch(shown, grad)
 
     # ----------------------------------------------------------------------------------- `gathered`
 
@@ -187,12 +185,14 @@ class Access:
             yield  # they are
             return
         units = list(dict.fromkeys(self._units[entry.unit] for entry in wanted))
-        if units and units[0].announce is None:  # else ranks that have nothing to run take part
+        if (
+            units and units[0].arena.announce is None
+        ):  # else ranks that have nothing to run take part
             self.collectives.meet(Meeting.GATHERED)
             compare_notes(self.collectives)  # what is read is put together of all ranks' parts
-        values = dict(zip(wanted, self.read([entry.value for entry in wanted]), strict=True))
         for unit in units:
-            _require_unused(unit, wanted)
+            unit.require_free()
+        values = dict(zip(wanted, self.read([entry.parameter for entry in wanted]), strict=True))
         for entry in wanted:
             entry.parameter.__class__ = entry.cls_in_use
             set_data(entry.parameter, values[entry])
@@ -214,7 +214,7 @@ class Access:
                 unit.shard_parameters()
         for entry in wanted if modify else ():
             value = self.collectives.broadcast(values[entry].contiguous())
-            self.write(entry.value, value)
+            self.write(entry.parameter, value)
 
 
 @contextmanager
@@ -245,17 +245,8 @@ def owners_of(parameters: Iterable[nn.Parameter]) -> dict[Access, list[nn.Parame
     """Who owns those of ``parameters`` that are sharded."""
     found: dict[Access, list[nn.Parameter]] = {}
     for parameter in filter(is_sharded, parameters):
-        found.setdefault(cast(Access, owner_of(about(parameter))), []).append(parameter)
+        found.setdefault(owner_of(parameter), []).append(parameter)
     return found
-
-
-def _require_unused(unit: Unit, wanted: list[Entry]) -> None:
-    if unit.pins or unit.lent:
-        name = next(entry.name for entry in wanted if entry.unit == unit.index)
-        raise ResidencyError(
-            f"Parameter {name!r} has its full value here, in a forward that uses it or another"
-            " `gathered`, and is not gathered once more: read it, or change it in place, as it is."
-        )
 
 
 def _require_unwritten(wanted: list[Entry]) -> None:

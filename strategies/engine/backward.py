@@ -58,7 +58,7 @@ class Backward:
         # as saved
         self._owed = b""
         self._current: Unit | None = None  # the unit whose backward runs
-        self.added = 0  # 1: the pass has added to gradients
+        self._before = b""  # which gradients there were when it began
 
     def collector(self, unit: Unit, entry: Entry) -> Callable[[Tensor], None]:
         """The hook that takes the gradient of ``entry``, of ``unit``, to the
@@ -75,7 +75,7 @@ class Backward:
             self._reducer.views,
         )
         claimed, written = self._reducer.claimed, self._reducer.written
-        used, arrived = self._gradients.used, self._gradients.arrived
+        used = self._gradients.used
         get_self = weakref.ref(self)
 
         def collect(parameter: Tensor) -> None:
@@ -100,7 +100,7 @@ class Backward:
                 written[number] = 1
             else:
                 views[number].add_(grad.detach())
-            used[number] = arrived[number] = now.added = 1
+            used[number] = 1
 
         return collect
 
@@ -125,7 +125,7 @@ class Backward:
         if self.active:
             return
         self._adopt_values()
-        self.active, self.added, self._run = True, 0, None
+        self.active, self._run, self._before = True, None, bytes(self._gradients.used)
         if not self._joint.running:
             self._gradients.begin_backward()
         if not silent:
@@ -176,7 +176,6 @@ class Backward:
         # Nested units get more gradients while the units inside them run; one reduction at the end
         # is enough.
         if unit.trained and not unit.nested and unit.index not in self.coming:
-            self.added = 1
             self._reducer.reduce(unit)
 
     def end(self) -> None:
@@ -232,36 +231,40 @@ class Backward:
 
     # ------------------------------------------------------------------------------- between passes
 
-    def settle(self, name: str = "") -> None:
-        """Reduce gradients that are held, between passes, because that of parameter ``name`` is
-        asked for, or all are.
-
-        Collective if there are any.
-        """
-        if not self._reducer.held:
-            return
-        if self.active or self._joint.running:
-            what = f"The gradient of parameter {name!r}" if name else "Gradients"
-            raise ResidencyError(
-                f"{what} cannot be read or set in the middle of a backward pass, or in a step of an"
-                " evaluation that not all ranks run, while the ranks hold those of earlier"
-                " micro-batches back (`reduce_once=True`). Do that after it, or do without the"
-                " option."
+    def require_ended(self, name: str) -> None:
+        """Raise if the gradient of parameter ``name`` is looked at in the middle of a backward."""
+        self.drop_failed()
+        if self.active:
+            raise _out_of_reach(
+                name,
+                "a backward that may have added to it (in a module's hook, or another"
+                " parameter's).\nDo that after the backward (`on_after_backward`), or in a hook of"
+                " the parameter itself.",
             )
-        holding, self._reducer.holding = self._reducer.holding, False
-        self._gradients.begin_backward()
-        self._conclude()
-        self._reducer.holding = holding
+
+    def settle(self, name: str = "") -> None:
+        """The gradient of parameter ``name``, or all of them, are going to be read or changed,
+        between passes: reduce what is held; collective if there is anything.
+        """
+        self.require_ended(name)
+        if self._joint.running and (name or self._reducer.held):
+            raise _out_of_reach(
+                name,
+                "a step of an evaluation that not all ranks run, where gradients of parameters are"
+                " not kept.\nTake them by `torch.autograd.grad`, or those of training after the"
+                " evaluation.",
+            )
+        if self._reducer.held:
+            holding, self._reducer.holding = self._reducer.holding, False
+            self._gradients.begin_backward()
+            self._conclude()
+            self._reducer.holding = holding
 
     def abandon(self) -> None:
         """After an exception: the next pass starts clean."""
         if self.active:
-            held = self._reducer.held
-            if self.added or not held:
-                self._reducer.abandon()
-            if self.added:
-                self._gradients.give_up(held)
-        self._gradients.end_backward()
+            self._reducer.abandon()
+            self._gradients.give_up(self._before)
         # what autograd put on a parameter before a user's hook raised, which ran before the
         # engine's took it away
         with torch._C.DisableTorchFunctionSubclass():
@@ -269,6 +272,11 @@ class Backward:
                 set_grad(entry.parameter, None)
         self.coming.clear()
         self._current, self.active, self._owed, self._run = None, False, b"", None
+
+
+def _out_of_reach(name: str, where: str) -> ResidencyError:
+    what = f"The gradient of parameter {name!r}" if name else "A gradient"
+    return ResidencyError(f"{what} was read, or set, in {where}")
 
 
 def _seen_alone(name: str) -> ResidencyError:

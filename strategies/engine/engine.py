@@ -134,13 +134,11 @@ class Zero3Engine:
         for chunk in hosted:
             chunk.streams = self._streams
         self._forward = ForwardOrder(foresees=not debug)
-        hooks, dropped = (self._enter_forward, self._leave_forward), list[str]()
-        self._has_warned, self._spreading = False, list[Unit]()
+        hooks = self._enter_forward, self._leave_forward
+        self._has_warned = False
         self._handles = [handle for unit in self.units for handle in install(unit, *hooks)]
         self._taking = [
-            handle
-            for unit in self.units
-            for handle in take_gradients(unit, self.passes.collector, dropped)
+            handle for unit in self.units for handle in take_gradients(unit, self.passes.collector)
         ]
         self.steps = {optimizer: OptimizerStep(self, optimizer) for optimizer in optimizers}
         self.structure = Structure(model, self.buffers.look_again)
@@ -286,7 +284,6 @@ class Zero3Engine:
 
     def adopt_gradients(self) -> None:
         """Gradients that are held reach the optimizers; collective if there are any."""
-        self.passes.drop_failed()
         self.passes.settle()
 
     @contextmanager
@@ -304,8 +301,8 @@ class Zero3Engine:
     def abandon(self) -> None:
         """Drop all that is open after an exception; the next step starts clean."""
         self._saved.leave(None)
-        while self._spreading:
-            self._spreading.pop().spread = None
+        for unit in self.units:
+            unit.spread = None
         lost: list[ResidencyError] = []
         for unit in tuple(self.arena.in_use):
             try:
@@ -328,11 +325,9 @@ class Zero3Engine:
                 f" instance), where gradients (of parameter {step.names()[0][0]!r} and others) have"
                 " not been summed over the ranks. Step it after it."
             )
-        if (lent := next((unit for unit in self.units if unit.lent), None)) is not None:
-            raise ResidencyError(
-                f"{name} was stepped inside of `gathered`, where the parameters of unit {lent.name}"
-                " have values of their own: one of the two would be lost. Step it outside."
-            )
+        for unit in self.units:
+            if unit.lent:
+                unit.require_free()
         self.access.require_unwritten()
         self._adopt_values()
 
@@ -417,9 +412,7 @@ class Zero3Engine:
             # What a transform of torch.func saves of weights must stay as it is, and where no
             # autocast runs weights have full precision: each read is a copy of what is unsharded
             # here.
-            if unit.spread is None:
-                unit.spread = unit.values()
-            self._spreading.append(unit)
+            unit.spread = unit.spread or unit.values()
             return
         if tracing_state() is not None:
             raise ResidencyError(
@@ -439,12 +432,8 @@ class Zero3Engine:
         if unit.lent:
             self._saved.leave(unit)
             return
-        if self._spreading and self._spreading[-1] is unit:
-            self._spreading.pop()
-            if unit not in self._spreading:
-                unit.spread = None
-            return
-        if not unit.pins:
+        if unit.spread is not None or not unit.pins:
+            unit.spread = None
             return  # it never began
         if self.inspect is not None:
             self.inspect(unit, outputs)

@@ -19,15 +19,15 @@ from .unit import Unit
 class Gradients:
     """Keeps the books of who has a gradient, from when it was cleared to the optimizer's step."""
 
-    used: bytearray  # of each trained parameter: this rank has a gradient since it was cleared
+    # of each trained parameter: it has a gradient, on any rank when no backward runs; what one adds
+    # is this rank's until it ends
+    used: bytearray
 
     def __init__(self, units: list[Unit], reducer: Reducer, exchange_log: ExchangeLog) -> None:
         self._units, self.reducer, self._exchange_log = units, reducer, exchange_log
         self.trained = [entry for unit in units for entry in unit.trained]  # by number
         self.chunks = [chunk for unit in units for chunk in unit.chunks if chunk.trained]
         self.used = bytearray(len(self.trained))
-        self.arrived = bytearray(self.used)  # of each: in the backward that runs
-        self._shown = bytearray(self.used)  # of each: any rank has one
         self._incomplete: dict[Entry, str] = {}  # why its gradient must be cleared
         # of the unit asked for last, by name: usually its others are asked for next
         self._full: dict[str, Tensor] = {}
@@ -43,62 +43,52 @@ class Gradients:
         """
         if self._incomplete and len(self._incomplete) == len(self.trained):
             self.require_complete(self.trained)
-        self.arrived[:] = bytes(len(self.arrived))
         for chunk in self.chunks:
-            if not any(self._shown[chunk.numbers]):
+            if not any(self.used[chunk.numbers]):
                 chunk.has_sums = False
-            elif not all(self._shown[chunk.numbers]):
+            elif not all(self.used[chunk.numbers]):
                 self._zero_cleared(chunk)
             if self.reducer.lasting:
                 # allocated on the compute stream, which frees it, and not on the side stream
                 chunk.room_for_gradients()
             elif not chunk.has_sums:
                 chunk.gradients = None  # until its reduction: now the most memory is in use
-        self._exchange_log.record_backward(
-            [self._present("an optimizer", 0, self.trained, self._shown)]
-        )
+        self._exchange_log.record_backward([self._present("an optimizer", 0, self.trained)])
 
     def show(self, used: bytes) -> None:
         """What was reduced is complete; ``used`` says which parameters have a gradient on any
         rank.
         """
-        self._shown[:] = used
-        self.end_backward()
+        self.used[:] = used
+        self._exchange_log.record_backward([])
         self.forget()
 
-    def end_backward(self) -> None:
-        """No gradient is on its way any more."""
-        self._exchange_log.record_backward([])
-        self.arrived[:] = bytes(len(self.arrived))
-
-    def give_up(self, held: bool) -> None:
-        """An exception ended a backward that had added something: to gradients of before, or to
-        none, which is dropped. So is what was ``held`` of earlier micro-batches.
-        """
-        for entry in self.trained if held else filter(self.has_gradient, self.trained):
+    def give_up(self, before: bytes) -> None:
+        """An exception ended a backward: those that there were ``before`` must be cleared."""
+        self.used[:] = before
+        for entry in filter(self.has_gradient, self.trained):
             self.note_incomplete(entry, "An exception ended a backward pass")
-        self.used[:] = self._shown
+        self._exchange_log.record_backward([])
         self.forget()
 
     def _zero_cleared(self, chunk: Chunk) -> None:
         """What comes next is added to nothing where a parameter has no gradient."""
         for entry in chunk.entries if chunk.has_sums else ():
-            if not self._shown[entry.number]:
+            if not self.used[entry.number]:
                 entry.part_of(chunk.room_for_gradients()).zero_()
 
     # -------------------------------------------------------------------------------- who has one
 
     def has_gradient(self, entry: Entry) -> bool:
         """Whether optimizers see a gradient of ``entry``; the same on all ranks."""
-        return bool(self._shown[entry.number])
+        return bool(self.used[entry.number])
 
     def present(self, entry: Entry) -> bool:
         """Whether ``parameter.grad`` is not None; the same on all ranks. Reading it may raise."""
         if not entry.trained:
             return entry.dropped
-        self.require_not_arrived(entry)
         # what is over, or lost, is there to be cleared
-        return bool(self._shown[entry.number]) or self.over or entry in self._incomplete
+        return self.has_gradient(entry) or self.over or entry in self._incomplete
 
     def require_complete(self, entries: Iterable[Entry]) -> None:
         """Raise a RuntimeError if a gradient of ``entries`` is incomplete, and was not cleared or
@@ -115,25 +105,6 @@ class Gradients:
     def note_incomplete(self, entry: Entry, reason: str) -> None:
         """The gradient of ``entry`` must be cleared before it is used."""
         self._incomplete[entry] = reason
-
-    def require_not_arrived(self, entry: Entry) -> None:
-        """Raise if the backward that runs has added to the gradient of ``entry``: nobody reads it
-        then, or changes it.
-        """
-        if self.arrived[entry.number]:
-            raise ResidencyError(
-                f"The gradient of parameter {entry.name!r} was read in a backward that has computed"
-                " it (in a module's hook, or another parameter's).\nRead it after the backward"
-                " (`on_after_backward`), or in a hook of the parameter itself."
-            )
-
-    def _require_all_ranks(self, entry: Entry, done: str) -> None:
-        if self._units[0].announce is not None:
-            raise ResidencyError(
-                f"The gradient of parameter {entry.name!r} was {done} in a step of an evaluation"
-                " that not all ranks run, where gradients of parameters are not kept. Take them by"
-                " `torch.autograd.grad`, or those of training after the evaluation."
-            )
 
     # ------------------------------------------------------------------------ what optimizers see
 
@@ -152,21 +123,14 @@ class Gradients:
         self.require_complete(entry for entries in groups for entry in entries)
         self.forget_norms()  # kernels may unscale gradients as they step
         self._exchange_log.record_step(
-            [
-                self._present(
-                    optimizer, number, entries, bytes([self._shown[e.number] for e in entries])
-                )
-                for number, entries in enumerate(groups)
-            ]
+            [self._present(optimizer, number, entries) for number, entries in enumerate(groups)]
         )
 
-    def _present(
-        self, optimizer: str, group: int, entries: Sequence[Entry], shown: bytes | bytearray
-    ) -> Setting:
+    def _present(self, optimizer: str, group: int, entries: Sequence[Entry]) -> Setting:
         """How many of the parameters have gradients, or which have none."""
-        if all(shown) or not any(shown):
-            return optimizer, group, "gradients", sum(shown)
-        without = [e.name for e, is_shown in zip(entries, shown, strict=True) if not is_shown]
+        without = [entry.name for entry in entries if not self.used[entry.number]]
+        if len(without) in (0, len(entries)):
+            return optimizer, group, "gradients", len(entries) - len(without)
         return optimizer, group, "parameters without gradients", without
 
     # ----------------------------------------------------------------------------- `parameter.grad`
@@ -230,9 +194,7 @@ class Gradients:
                 " `on_before_zero_grad` in the module; before a backward inside of"
                 " `training_step` call the module's `zero_grad()`."
             )
-        self.require_not_arrived(entry)
         self.require_complete([entry])
-        self._require_all_ranks(entry, "read")
 
     def forget(self) -> None:
         """The shards may have changed: read them anew."""
@@ -250,7 +212,6 @@ class Gradients:
                 f"Parameter {entry.name!r} has shape {tuple(entry.size)} and was given a gradient"
                 f" of shape {tuple(grad.shape)}."
             )
-        self._require_all_ranks(entry, "assigned or changed")
         if grad.layout != torch.strided:
             grad = grad.to_dense()  # before ranks part that own nothing of it
         grad = grad.detach().as_subclass(Tensor)
@@ -261,9 +222,9 @@ class Gradients:
 
     def room_for(self, entry: Entry) -> Tensor:
         """Where this rank's part of a gradient of ``entry`` is to be written; it has one then."""
-        if not any(self._shown[entry.chunk.numbers]):
+        if not any(self.used[entry.chunk.numbers]):
             entry.chunk.has_sums = False
-        self.used[entry.number] = self._shown[entry.number] = 1
+        self.used[entry.number] = 1
         self._incomplete.pop(entry, None)
         entry.chunk.squared_norms = None
         return entry.part_of(entry.chunk.gradients_or_zeros())
@@ -271,7 +232,7 @@ class Gradients:
     def clear(self, entry: Entry) -> None:
         """``entry`` has no gradient any more, nor one that is held; local."""
         number = entry.number
-        self.used[number] = self._shown[number] = self.reducer.written[number] = 0
+        self.used[number] = self.reducer.written[number] = 0
         entry.assigned += 1
         self._incomplete.pop(entry, None)
         self._full.pop(entry.name, None)
@@ -280,7 +241,7 @@ class Gradients:
         """Free gradients that will be cleared before anything is added to them; who asks for one
         until then is told.
         """
-        if not self.reducer.lasting and any(self._shown):
+        if not self.reducer.lasting and any(self.used):
             self.over = True
             for entry in filter(self.has_gradient, self.trained):
                 self.clear(entry)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +29,8 @@ def install(
     leave_forward: Callable[[Unit, nn.Module, Any, Any], None],
 ) -> list[RemovableHandle]:
     """Report when members of the unit run, and when they have run or raised (outputs are None)."""
-    enter, leave = _outside_of_graphs(enter_forward), _outside_of_graphs(leave_forward)
+    # before them the graph of a compiled module ends
+    enter, leave = torch.compiler.disable(enter_forward), torch.compiler.disable(leave_forward)
     handles = []
     for module in unit.members:
         # First in, last out: the user's own hooks find ordinary parameters.
@@ -41,37 +41,17 @@ def install(
 
 
 def take_gradients(
-    unit: Unit, collector: Callable[[Unit, Entry], Collector], dropped: list[str]
+    unit: Unit, collector: Callable[[Unit, Entry], Collector]
 ) -> list[RemovableHandle]:
-    """Take the gradients of the unit's parameters as soon as autograd has them.
-
-    ``collector`` makes the hook of a trained parameter; ``dropped`` gets the name of the first
-    parameter that has a gradient and no optimizer.
+    """Take the gradients of the unit's parameters as soon as autograd has them; ``collector`` makes
+    the hook of a trained one.
     """
     handles = []
     for entry in unit.entries:
         if entry.dtype.is_floating_point or entry.dtype.is_complex:
-            hook = collector(unit, entry) if entry.trained else _dropper(entry, dropped)
+            hook = collector(unit, entry) if entry.trained else _dropper(entry)
             handles.append(_on_grad(entry.parameter, hook))
     return handles
-
-
-def _outside_of_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Before ``function`` the graph of a compiled module ends. Where nothing is compiled it is
-    called at once.
-
-    That is `torch.compiler.disable`, which would take two more calls in each forward of a unit.
-    """
-    disabled, compiles = (
-        torch.compiler.disable(function),
-        torch._C._dynamo.eval_frame.get_eval_frame_callback,
-    )
-
-    @torch._dynamo.decorators.skip
-    def call(*args: Any) -> Any:
-        return function(*args) if compiles() is None else disabled(*args)
-
-    return call
 
 
 def _on_grad(parameter: nn.Parameter, hook: Collector) -> RemovableHandle:
@@ -104,26 +84,17 @@ def _nothing(*args: Any) -> None:
     """In place of a hook."""
 
 
-def _dropper(entry: Entry, dropped: list[str]) -> Collector:
+def _dropper(entry: Entry) -> Collector:
     """Takes away the gradient of a parameter that no optimizer has: it would pile up, whole, on
     every rank.
     """
-    # torch keeps hooks where the garbage collector cannot look
-    name, get_entry = entry.name, weakref.ref(entry)
+    get_entry = weakref.ref(entry)  # torch keeps hooks where the garbage collector cannot look
 
     def drop(parameter: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             set_grad(parameter, None)
         if (now := get_entry()) is not None:
-            now.dropped = True
-        if not dropped:
-            dropped.append(name)
-            warnings.warn(
-                f"Parameter {name!r} (and perhaps others) has a gradient and no optimizer: it is"
-                " not kept, and reading `parameter.grad` is an error. Give it to an optimizer (a"
-                " learning rate of 0 will do), or freeze it.",
-                stacklevel=2,
-            )
+            now.dropped = True  # reading it is an error
 
     return drop
 

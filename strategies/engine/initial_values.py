@@ -10,6 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from .sharded import nothing
+
 # what constructors call by convention, besides `_init_weights` that takes a layer
 _LOST = ("_init_weights", "init_weights", "initialize_weights")
 
@@ -176,17 +178,11 @@ def _takes_layer(method: object) -> bool:
 
 def _unset(tensor: Tensor) -> Tensor:
     """Return memory for a tensor, with a value in it that no initialisation chooses."""
-    return torch.full_like(tensor, _unset_value(tensor.dtype), device="cpu")
+    return torch.full_like(tensor, nothing(tensor.dtype), device="cpu")
 
 
 def _has_unset(tensor: Tensor) -> bool:
     if tensor.dtype == torch.bool:
         return False  # all its values are possible ones
-    value = _unset_value(tensor.dtype)
+    value = nothing(tensor.dtype)
     return bool((tensor.isnan() if value != value else tensor == value).any())
-
-
-def _unset_value(dtype: torch.dtype) -> float | int:
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return False if dtype == torch.bool else torch.iinfo(dtype).min

@@ -176,7 +176,7 @@ class SavedTensors:
 
     def _bring(self, unit: Unit) -> None:
         """Outside of its turn in backward: whoever holds a view keeps the memory."""
-        unit.require_not_lent()
+        unit.require_free()
         unit.unshard()
         unit.wait()
         unit.arena.kept[unit] = None

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -35,7 +35,6 @@ from .torch_functions import (
     OF_MEMORY,
     OVERWRITING,
     VIEWS,
-    in_words,
     instances,
     name_of,
     written,
@@ -56,66 +55,34 @@ class ResidencyError(RuntimeError):
     """A sharded parameter was read or written where its value is not there."""
 
 
-class Owner(Protocol):
-    """The owner of sharded parameters, as seen from here; see :class:`~.access.Access`."""
-
-    def read(self, values: list[Value]) -> list[Tensor]:
-        """Return whole values in memory of their own; collective, each unit is unsharded once."""
-
-    def write(self, value: Value, tensor: Tensor) -> None:
-        """Store a whole value that all ranks have; local."""
-
-    def watch(self, value: Value, copy: Tensor) -> None:
-        """Raise later if the user has written to ``copy``, which was read: nobody would store
-        it."""
-
-    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return the :class:`ShardedTensor` of the reduced gradient, if the optimizers see one."""
-
-    def set_gradient(self, parameter: nn.Parameter, grad: Tensor | None) -> None:
-        """Store a whole gradient that all ranks have, or clear it; local."""
-
-
 @dataclass(eq=False)
 class Value:
-    """A sharded value: of a parameter, or of its gradient.
+    """A parameter that is sharded.
 
     Attributes:
-        label: the parameter's name and its unit's, for errors.
-        cls: the user's class of the parameter.
+        label: its name and its unit's, for errors.
+        cls: the user's class of it.
         meta: a tensor of the user's dtype, shape and strides, on the meta device.
-        owner: who stores it, held weakly: it holds the parameters, and would never be freed.
-        parent: of a gradient, the value of its parameter.
+        owner: the :class:`~.access.Access` that stores it, held weakly: it holds the parameters,
+            and would never be freed.
         aliases: what `.data` was in the use that runs; torch counts apart what is written to each.
-        since: of a gradient, how many of the parameter's were cleared or replaced before.
     """
 
     label: str
     cls: type[nn.Parameter]
     meta: Tensor
-    owner: Callable[[], Owner | None] = lambda: None
-    parent: Value | None = None
-    since: int | None = None
+    owner: Callable[[], Any] = lambda: None
     aliases: MutableSequence[Tensor] = field(default_factory=list)
 
     def was_written(self) -> bool:
         """Whether an alias was."""
         return any(alias._version for alias in self.aliases)
 
-    @property
-    def what(self) -> str:
-        """In words."""
-        return f"{'parameter' if self.since is None else 'the gradient of parameter'} {self.label}"
-
 
 _SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> Value
 is_sharded = _SHARDED.__contains__  # whether an engine owns a parameter
 about = _SHARDED.__getitem__  # what is known of one that is
-
-
-def adopt(parameter: nn.Parameter, value: Value) -> None:
-    """Make the owner in ``value`` answer for ``parameter`` while it is sharded."""
-    _SHARDED[parameter] = value
+adopt = _SHARDED.__setitem__  # its owner answers for it while it is sharded
 
 
 def forget(parameter: nn.Parameter) -> None:
@@ -123,34 +90,34 @@ def forget(parameter: nn.Parameter) -> None:
     _SHARDED.pop(parameter, None)
 
 
-def owner_or_none(parameter: Tensor) -> Owner | None:
-    """Who owns ``parameter``, if anyone does."""
+def owner_or_none(parameter: Tensor) -> Any:
+    """The :class:`~.access.Access` that owns ``parameter``, if one does."""
     return _SHARDED[parameter].owner() if parameter in _SHARDED else None
 
 
-def owner_of(value: Value) -> Owner:
-    """Who stores ``value``; a ResidencyError if that engine is gone."""
-    owner = value.owner()
+def owner_of(tensor: Tensor) -> Any:
+    """Who stores a sharded tensor; a ResidencyError if that engine is gone."""
+    owner = value_of(tensor).owner()
     if owner is None:
         raise ResidencyError(
-            f"{value.what} outlived the model that it was sharded with, and its value with it. Hold"
-            " the module, or keep its `state_dict()`."
+            f"{describe(tensor)} outlived the model that it was sharded with, and its value with"
+            " it. Hold the module, or keep its `state_dict()`."
         )
     return owner
 
 
-def describe(parameter: Tensor) -> str:
-    """Name of ``parameter`` and its unit."""
-    return about(parameter).label
+def describe(tensor: Tensor) -> str:
+    """A parameter, or its gradient, in words, with the name of its unit."""
+    of = "" if tensor.since is None else "the gradient of "  # type: ignore[attr-defined]
+    return f"{of}parameter {value_of(tensor).label}"
 
 
-def refusal(name: str, value: Value) -> ResidencyError:
-    """What to raise when the function ``name`` would touch the memory of ``value``."""
+def refusal(name: str, tensor: Tensor) -> ResidencyError:
+    """What to raise when the function ``name`` would touch the memory of ``tensor``."""
     return ResidencyError(
-        f"{in_words(name)} would touch the memory of {value.what}, which is sharded over the"
-        " ranks. Read a copy (`parameter.detach().clone()`), change it in place under"
-        " `torch.no_grad()`, or do both in `with trainer.strategy.gathered(module, modify=True):`;"
-        " each on all ranks."
+        f"`{name}` would touch the memory of {describe(tensor)}, which is sharded over the ranks."
+        " Read a copy (`parameter.detach().clone()`), change it in place under `torch.no_grad()`,"
+        " or do both in `with trainer.strategy.gathered(module, modify=True):`; each on all ranks."
     )
 
 
@@ -158,7 +125,16 @@ def refusal(name: str, value: Value) -> ResidencyError:
 
 
 class _Sharded(Tensor):
-    """Asks the owner for what is done with the value."""
+    """Asks the owner for what is done with the value.
+
+    Attributes:
+        since: None for a value; of a gradient, how many of the parameter's were cleared or replaced
+            before.
+        views: the functions that lead to this view, each with its further arguments.
+    """
+
+    since: int | None = None
+    views: tuple[tuple[Any, tuple, dict[str, Any]], ...] = ()
 
     @classmethod
     def __torch_function__(
@@ -168,11 +144,10 @@ class _Sharded(Tensor):
         kwargs = kwargs or {}
         name, target = name_of(func), cast(Any, args[0] if args else None)
         if isinstance(target, _Sharded):
-            value = value_of(target)
             if name in ABOUT_LAYOUT:
                 return func(meta_of(target), *args[1:], **kwargs)
             if name in OF_MEMORY:
-                raise refusal(name, value)
+                raise refusal(name, target)
             if name in ALIASES or (name in VIEWS and _is_plain(target, args[1:])):
                 return _view(target, None if name in ALIASES else (func, args[1:], kwargs))
             if name in ("view_as", "expand_as") and len(args) > 1 and args[1] is target:
@@ -194,12 +169,13 @@ class _Sharded(Tensor):
         if func in (torch.autograd.grad, torch.autograd.backward):
             return _differentiate(func, *args, **kwargs)
         if name in KINDS:
-            is_first = name != "result_type" and isinstance(target, _Sharded)
-            args, kwargs = (*args[:is_first], *_kinds(args[is_first:])), _kinds(kwargs)
-            if not is_first or (name == "type" and len(args) + len(kwargs) == 1):
-                return func(*_kinds(args), **kwargs)
-            if name == "to" and func(like := _kind(target), *args[1:], **kwargs) is like:
+            args, kwargs = tree_map_only(_Sharded, _kind, (args, kwargs))
+            result = func(*args, **kwargs)
+            if not isinstance(target, _Sharded) or not isinstance(result, Tensor):
+                return result
+            if result is args[0]:
                 return target  # as it is already, as `metric.to(device)` finds the network in it
+            args = target, *args[1:]
         return _compute(func, name, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -211,8 +187,7 @@ class _Sharded(Tensor):
         return _ordinary(self).__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        value = value_of(self)
-        return f"<{value.what}, sharded: shape {tuple(self.shape)}, {value.meta.dtype}>"
+        return f"<{describe(self)}, sharded: shape {tuple(self.shape)}, {self.dtype}>"
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if not self.dim() else object.__format__(self, spec)
@@ -223,21 +198,15 @@ class ShardedParameter(_Sharded, nn.Parameter):
 
 
 class ShardedTensor(_Sharded):
-    """The value of a sharded parameter, or its gradient, whenever it is read; or a view of it.
+    """The value of a sharded parameter, or its gradient, whenever it is read; or a view of it."""
 
-    Attributes:
-        value: of the parameter.
-        views: the functions that lead from it to this view, each with its further arguments.
-    """
-
-    value: Value
-    views: tuple[tuple[Any, tuple, dict[str, Any]], ...] = ()
+    value: Value  # the parameter's
 
 
-def sharded_tensor(value: Value, absent: Tensor) -> ShardedTensor:
+def sharded_tensor(value: Value, absent: Tensor, since: int | None) -> ShardedTensor:
     """A tensor of ``value``, whose memory is ``absent``, one NaN of its shape and dtype."""
     tensor = Tensor.as_subclass(absent, ShardedTensor)
-    tensor.value = value
+    tensor.value, tensor.since = value, since
     return tensor
 
 
@@ -248,7 +217,7 @@ def meta_of(tensor: Tensor) -> Tensor:
 
 def _in_place_of(tensor: Tensor, whole: Tensor) -> Tensor:
     """What ``tensor`` is of ``whole``, the value: itself, or a view."""
-    for function, args, kwargs in getattr(tensor, "views", ()):
+    for function, args, kwargs in tensor.views:  # type: ignore[attr-defined]
         whole = function(whole, *args, **kwargs)
     return whole
 
@@ -259,18 +228,14 @@ def _is_plain(target: Tensor, args: Any) -> bool:
     return not (recorded or instances(args, _Sharded))
 
 
-def _view(source: Tensor, step: tuple[Any, tuple, dict[str, Any]] | None) -> ShardedTensor:
-    value = value_of(source)
-    view = sharded_tensor(
-        value, _in_place_of(source, absent_like(value.meta, value.meta.dtype, source.device))
-    )
-    view.views = getattr(source, "views", ())
+def _view(source: Any, step: tuple[Any, tuple, dict[str, Any]] | None) -> ShardedTensor:
+    value, views = value_of(source), source.views
+    absent = _in_place_of(source, absent_like(value.meta, value.meta.dtype, source.device))
     if step is not None:
         function, args, kwargs = step
-        with torch._C.DisableTorchFunctionSubclass():
-            absent = function(view, *args, **kwargs)
-        view, views = sharded_tensor(value, absent), view.views
-        view.views = (*views, step)
+        absent, views = function(absent, *args, **kwargs), (*views, step)
+    view = sharded_tensor(value, absent, source.since)
+    view.views = views
     return view
 
 
@@ -278,16 +243,19 @@ def absent_like(meta: Tensor, dtype: torch.dtype, device: torch.device) -> Tenso
     """One element, expanded to the shape of ``meta``: NaN, or the least number of an integer
     type.
     """
-    if dtype.is_floating_point or dtype.is_complex:
-        nothing: float | int = float("nan")
-    else:
-        nothing = 0 if dtype == torch.bool else torch.iinfo(dtype).min
     with torch.inference_mode(False):
-        one = torch.full((), nothing, dtype=dtype, device=device)
+        one = torch.full((), nothing(dtype), dtype=dtype, device=device)
     # What writes there is an error: gloo, for one, looks at the number of elements alone, and would
     # write past the end.
     torch._C._set_throw_on_mutable_data_ptr(one)
     return one.expand(meta.shape)
+
+
+def nothing(dtype: torch.dtype) -> float | int:
+    """NaN, or the least number of an integer type, False of bool."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return False if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 def value_of(tensor: Tensor) -> Value:
@@ -296,33 +264,30 @@ def value_of(tensor: Tensor) -> Value:
 
 
 def _ordinary(tensor: Tensor) -> Tensor:
-    value = value_of(tensor)
     with torch.no_grad():
         (full,) = read([tensor])
-    if not isinstance(tensor, nn.Parameter):
-        return full
-    parameter = nn.Parameter(full, tensor.requires_grad)
-    parameter.__class__ = value.cls
-    return parameter
+    return as_parameter(tensor, full) if isinstance(tensor, nn.Parameter) else full
 
 
-def _set_data(tensor: Tensor, data: Tensor) -> None:
+def as_parameter(parameter: nn.Parameter, full: Tensor) -> nn.Parameter:
+    """An ordinary parameter of the user's class, with the values ``full``."""
+    copied = nn.Parameter(full, parameter.requires_grad)
+    copied.__class__ = about(parameter).cls
+    return copied
+
+
+def _assign(tensor: Any, data: Tensor) -> None:
+    """``tensor.data = data``."""
     if data is tensor:
         return  # `module.to(...)` that changes nothing
-    value = value_of(tensor)
-    with torch.no_grad():
-        require_same_kind(value, data)
-        _compute(Tensor.copy_, "copy_", (tensor, data), {})
-
-
-def require_same_kind(value: Value, data: Tensor) -> None:
-    """Raise if ``data`` cannot be the data of ``value``."""
-    if (data.shape, data.dtype) != (value.meta.shape, value.meta.dtype):
+    if (data.shape, data.dtype) != (tensor.shape, tensor.dtype):
         raise ResidencyError(
-            f"`.data` of {value.what} was set to a tensor of shape {tuple(data.shape)} and"
+            f"`.data` of {describe(tensor)} was set to a tensor of shape {tuple(data.shape)} and"
             f" {data.dtype}. While the parameter is sharded its shape and dtype stay as they are:"
             " change them before, in `__init__` or `configure_model`."
         )
+    with torch.no_grad():
+        tensor.copy_(data.clone())  # it may be a view of the same memory
 
 
 # What a sharded tensor answers by itself.
@@ -330,7 +295,7 @@ _OWN: dict[str, Any] = {
     "grad.__get__": lambda p: gradient_of(p) if isinstance(p, nn.Parameter) else None,
     "grad.__set__": lambda p, grad: set_gradient_of(p, grad),
     "grad.__delete__": lambda p: set_gradient_of(p, None),
-    "data.__set__": _set_data,
+    "data.__set__": _assign,
     "storage_offset": lambda p: 0,
     "detach_": lambda p: p,
 }
@@ -342,10 +307,6 @@ def _kind(tensor: Tensor) -> Tensor:
     return torch.empty((), dtype=dtype, device=tensor.device).expand(tensor.shape)
 
 
-def _kinds(value: Any) -> Any:
-    return tree_map_only(_Sharded, _kind, value)
-
-
 def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """``func`` of whole values. What it writes to them is stored."""
     targets = instances(written(func, args, kwargs), _Sharded)
@@ -354,15 +315,15 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         if target.requires_grad and torch.is_grad_enabled() and not is_initialised:
             raise RuntimeError(
                 f"a leaf Variable that requires grad is being used in an in-place operation: {name}"
-                f" of {value_of(target).what}. Do it under `torch.no_grad()`."
+                f" of {describe(target)}. Do it under `torch.no_grad()`."
             )
-        if graph_task() != NO_GRAPH_TASK and value_of(target).since is None:
-            raise refusal(name, value_of(target))
+        if graph_task() != NO_GRAPH_TASK and target.since is None:
+            raise refusal(name, target)
     given = {id(each): each for each in instances((args, kwargs), _Sharded)}
     # the whole value, and what is given of it
     whole: dict[int, Tensor] = {}
     for target in targets if name in OVERWRITING else ():
-        if not getattr(target, "views", ()):
+        if not target.views:
             whole[id(target)] = torch.empty_like(value_of(target).meta, device=target.device)
     others = [each for key, each in given.items() if key not in whole]
     whole |= dict(zip(map(id, others), _read_whole(others), strict=True))
@@ -373,16 +334,17 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     del full_args, full_kwargs
     if targets and hasattr(result, "wait"):
         result.wait()  # a collective that goes on in the background
-    stored = {value_of(target) for target in targets}
+    stored = {(value_of(target), target.since) for target in targets}
     for key, each in given.items():
-        part, value = parts[key], value_of(each)
+        part, owner = parts[key], owner_of(each)
         if key in map(id, targets):
-            owner_of(value).write(value, whole[key])
+            owner.write(each, whole[key])
             result = tree_map_only(Tensor, partial(_if_same, part, each), result)
-        elif key in versions and value not in stored:  # else it is a view of a target
+        # else it is a view of a target
+        elif key in versions and (value_of(each), each.since) not in stored:
             if part._version != versions[key]:
-                raise ResidencyError(f"{in_words(name)} would change a copy of {value.what}.")
-            owner_of(value).watch(value, part)
+                raise ResidencyError(f"`{name}` would change a copy of {describe(each)}.")
+            owner.watch(each, part)
     if isinstance(result, np.ndarray):
         result.flags.writeable = False  # nobody would store what is written to it
     return result
@@ -395,18 +357,18 @@ def read(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _read_whole(tensors: Sequence[Tensor]) -> list[Tensor]:
-    by_owner: dict[Owner, list[Value]] = {}
-    for value in map(value_of, tensors):
-        by_owner.setdefault(owner_of(value), []).append(value)
-    found: dict[Value, Tensor] = {}
+    by_owner: dict[Any, list[Tensor]] = {}
+    for each in tensors:
+        by_owner.setdefault(owner_of(each), []).append(each)
+    found: dict[int, Tensor] = {}
     for owner, its in by_owner.items():
-        found |= zip(its, owner.read(its), strict=True)
+        found |= zip(map(id, its), owner.read(its), strict=True)
     differentiable = torch.is_grad_enabled()
     with apart():
         return [
-            connected(found[value_of(each)], each)
+            connected(found[id(each)], each)
             if differentiable and each.requires_grad
-            else found[value_of(each)]
+            else found[id(each)]
             for each in tensors
         ]
 
@@ -424,16 +386,10 @@ def _differentiate(func: Any, outputs: Any, inputs: Any = None, **kwargs: Any) -
     outputs, kwargs = tree_map_only(_Sharded, lambda p: read([p])[0], (outputs, kwargs))
     if func is torch.autograd.backward:
         return func(outputs, inputs=edges, **kwargs)
-    if zeros := kwargs.pop("materialize_grads", False):
-        kwargs["allow_unused"] = True
-    grads = [
+    return tuple(
         # in the dtype of the buffer; an ordinary parameter's has its own
         grad if grad is None or not is_sharded(p) else grad.to(about(p).meta.dtype)
         for p, grad in zip(inputs, func(outputs, edges, **kwargs), strict=True)
-    ]
-    return tuple(
-        torch.zeros_like(p) if grad is None and zeros else grad
-        for p, grad in zip(inputs, grads, strict=True)
     )
 
 
@@ -449,7 +405,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     # torch.compile looks at what it compiles for
     if local is not None or TracingContext.try_get() is not None:
         return local
-    return owner_of(about(parameter)).gradient(cast(nn.Parameter, parameter))
+    return owner_of(parameter).gradient(parameter)
 
 
 def set_gradient_of(parameter: Tensor, grad: Tensor | None) -> None:
@@ -460,7 +416,7 @@ def set_gradient_of(parameter: Tensor, grad: Tensor | None) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         set_grad(parameter, grad if in_backward else None)  # after a run it may have one
     if not in_backward:
-        owner_of(about(parameter)).set_gradient(cast(nn.Parameter, parameter), grad)
+        owner_of(parameter).set_gradient(parameter, grad)
 
 
 def keep_engine_last(parameter: Tensor) -> None:
@@ -484,7 +440,7 @@ class _InUse(nn.Parameter):
     Torch's own ``data`` hides them (``parameter.data.clamp_()``): the shards would not follow.
     """
 
-    _cls: type[nn.Parameter]  # the user's
+    since, views = None, ()  # see `_Sharded`
     grad = property(gradient_of, set_gradient_of, lambda self: set_gradient_of(self, None))
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
@@ -492,25 +448,15 @@ class _InUse(nn.Parameter):
         keep_engine_last(self)
         return handle
 
-    @property
-    def data(self) -> Tensor:
+    def _alias(self) -> Tensor:
         about(self).aliases.append(alias := _data(self))
         return alias
 
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        if value.data_ptr() != self.data_ptr() or value.stride() != self.stride():
-            if value.shape != self.shape or value.dtype != self.dtype:
-                require_same_kind(about(self), value)
-            with torch.no_grad():
-                self.copy_(value.clone())  # it may be a view of the same memory
+    data = property(_alias, _assign)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        copied = nn.Parameter(
-            Tensor.detach(self).clone(memory_format=torch.preserve_format), self.requires_grad
-        )
-        copied.__class__ = self._cls
-        memo[id(self)] = copied
+        full = Tensor.detach(self).clone(memory_format=torch.preserve_format)
+        memo[id(self)] = copied = as_parameter(self, full)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -520,7 +466,7 @@ class _InUse(nn.Parameter):
 @cache
 def class_in_use(cls: type[nn.Parameter]) -> type[nn.Parameter]:
     """The subclass of ``cls`` that a parameter has while it is in use."""
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_cls": cls}
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (_InUse, cls), names)
 
 

@@ -52,12 +52,6 @@ OF_MEMORY = frozenset(
 )
 # In place, and they do not look at what they overwrite.
 OVERWRITING = frozenset({"zero_", "_foreach_zero_", "fill_", "copy_"})
-# How users write them.
-_ATTRIBUTES = {
-    "__get__": "parameter.{}",
-    "__set__": "parameter.{} = ...",
-    "__delete__": "del parameter.{}",
-}
 COLLECTIVES = "torch.distributed.distributed_c10d"
 # the other collectives write to their first argument
 _SENDING = frozenset({"send", "isend", "gather"})
@@ -69,12 +63,6 @@ def name_of(func: Any) -> str:
     if name in ("__get__", "__set__", "__delete__"):
         return f"{func.__self__.__name__}.{name}"
     return name.partition(".")[0]  # `torch.ops.aten.mul_.Tensor`
-
-
-def in_words(name: str) -> str:
-    """What :func:`name_of` returns, as users write it."""
-    attribute, _, kind = name.rpartition(".")
-    return f"`{_ATTRIBUTES[kind].format(attribute)}`" if kind in _ATTRIBUTES else f"`{name}`"
 
 
 def written(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:

@@ -20,25 +20,23 @@ class JointSteps:
 
     def __init__(self, units: list[Unit], reducer: Reducer, collectives: LocalCollectives) -> None:
         self._units, self._reducer, self._collectives = units, reducer, collectives
+        self._arena = units[0].arena
         self.running = False  # a step in which other ranks assist
 
     @contextmanager
     def run(self, step: AbstractContextManager[None]) -> Iterator[None]:
         """Around a step of this rank in which others :meth:`assist`."""
         self._release_all()
-        self._announce_all(True)
+        self.running = self._reducer.holding = True
+        self._arena.announce = self._announce
         try:
             with step:
                 yield
             self._tell(0)
         finally:
-            self._announce_all(False)
+            self.running = self._reducer.holding = False
+            self._arena.announce = None
             self._release_all()
-
-    def _announce_all(self, running: bool) -> None:
-        self.running = self._reducer.holding = running
-        for unit in self._units:
-            unit.announce = self._announce if running else None
 
     def assist(self, steps: int) -> None:
         """Take part in what the other ranks exchange in ``steps`` steps that this rank does not

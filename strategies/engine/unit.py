@@ -69,6 +69,8 @@ class Arena:
     kept: dict[Unit, None] = field(default_factory=dict)
     # graphs are captured, or will be: they hold memory of units that share it, and know that
     is_captured: bool = False
+    # tells ranks that have nothing to run what is exchanged
+    announce: Callable[[Unit, Exchange], None] | None = None
 
 
 class Buffer:
@@ -124,8 +126,6 @@ class Unit:
     lent: bool
     # name -> full value, while a transform of torch.func runs a forward; {}: written since
     spread: dict[str, Tensor] | None = None
-    # tells ranks that have nothing to run what is exchanged
-    announce: Callable[[Unit, Exchange], None] | None
 
     def __init__(self, index: int, modules: UnitModules, chunks: list[Chunk]) -> None:
         self.index, self.chunks = index, chunks
@@ -136,7 +136,7 @@ class Unit:
         self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the buffer
         # name exchanges to other ranks
         self.labels = tuple(index * len(Exchange) + exchange for exchange in Exchange)
-        self.phase, self.pins, self.announce, self.lent = Phase.SHARDED, 0, None, False
+        self.phase, self.pins, self.lent = Phase.SHARDED, 0, False
         self._unshard_range = profile_range("unshard", self.name)
         self._wait_range = profile_range("wait", self.name)
         self._pending: list[Work] = []
@@ -211,30 +211,28 @@ class Unit:
         self._beside = self._spare() if is_kept else None
         arena.holders.append(self)
         with self._unshard_range:
-            if is_kept:
-                self._start_beside()
-            else:
-                self._start()
-        self.phase = Phase.UNSHARDED if is_kept else Phase.UNSHARDING
-        if self.announce is not None:
+            self._fill()
+        if arena.announce is not None:
             # ranks that assist do so at once, and may wait until all have what they gave
             self.wait()
 
-    def _start_beside(self) -> None:
-        """Fill other memory by way of its own, of which somebody on this rank holds some.
+    def _fill(self) -> None:
+        """Start filling the buffer; or fill another one by way of it, if somebody on this rank
+        holds some of its memory.
 
         The exchange is in the same memory on all ranks: they may read each other's. Then what is
         held is put back.
         """
-        before, self.buffer = self._home.memory.clone(), self._home
+        if self._beside is not None:
+            before, self.buffer = self._home.memory.clone(), self._home
         self._start()
         self.phase = Phase.UNSHARDING
-        self.wait()
-        assert self._beside is not None
-        self.buffer = self._beside
-        with apart():
-            self.buffer.memory.copy_(self._home.memory)
-            self._home.memory.copy_(before)
+        if self._beside is not None:
+            self.wait()
+            self.buffer = self._beside
+            with apart():
+                self.buffer.memory.copy_(self._home.memory)
+                self._home.memory.copy_(before)
 
     def _is_kept_from(self) -> bool:
         """Whether somebody holds what another unit has left in the memory."""
@@ -250,8 +248,8 @@ class Unit:
             return Buffer(self, memory, self._collectives.rank)
 
     def _start(self) -> None:
-        if self.announce is not None:
-            self.announce(self, Exchange.UNSHARD)
+        if self.arena.announce is not None:
+            self.arena.announce(self, Exchange.UNSHARD)
         # No torch.func transform is to see it.
         with apart() if _modes() or _inference() else torch._C._DisableFuncTorch():
             for chunk in self.hosted:
@@ -300,7 +298,7 @@ class Unit:
         """The parameters are ordinary and full from here to the matching :meth:`unuse`."""
         self._collectives.exchange_log.progress[0] = self.index
         if self.lent:
-            self.require_not_lent()
+            self.require_free()
         if self.phase is Phase.SHARDED:
             self.unshard()
         if self.phase is Phase.UNSHARDING:
@@ -335,9 +333,7 @@ class Unit:
                 entry.value.aliases = []
             set_data(parameter, entry.absent)
             parameter.__class__ = ShardedParameter
-        # `Buffer.is_held`, without a call
-        buffer = self.buffer
-        if _use_count(buffer.storage) > buffer.usual:
+        if self.buffer.is_held():
             self.arena.kept[self] = None
         if written:
             try:
@@ -367,12 +363,14 @@ class Unit:
                 with torch.no_grad():
                     entry.part_of(chunk.values).copy_(mine)
 
-    def require_not_lent(self) -> None:
-        """Raise if the parameters hold values of their own."""
-        if self.lent:
+    def require_free(self) -> None:
+        """Raise if the parameters are in use, or hold values of their own."""
+        if self.pins or self.lent:
             raise ResidencyError(
-                f"A backward needs unit {self.name} inside of `gathered`, where its parameters have"
-                " values of their own, for a forward of before. Do both inside, or both outside."
+                f"The parameters of unit {self.name} have values of their own inside of `gathered`,"
+                " or are in a forward that uses them: they cannot be gathered once more, stepped by"
+                " an optimizer, or needed by the backward of another forward. Do both inside, or"
+                " both outside."
             )
 
     def reshard(self) -> None:
@@ -395,12 +393,8 @@ class Unit:
     def refresh(self) -> None:
         """Some shards changed: what is in the buffer is no longer true."""
         if self.phase is Phase.IN_USE:
-            if self._beside is None:
-                self._start()
-                self.phase = Phase.UNSHARDING
-                self.wait()
-            else:
-                self._start_beside()
+            self._fill()
+            self.wait()
             self.phase = Phase.IN_USE
         else:
             self.reshard()
@@ -441,8 +435,8 @@ class Unit:
 
     def values(self) -> dict[str, Tensor]:
         """Name -> full master value, in memory of its own; collective."""
-        if self.announce is not None:
-            self.announce(self, Exchange.VALUES)
+        if self.arena.announce is not None:
+            self.arena.announce(self, Exchange.VALUES)
         return self.full(Chunk.read)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -481,18 +475,7 @@ class WholeUnit(Unit):
             place = entry.chunk.layout.offsets[entry.chunk.entries.index(entry)]
             entry.parameter.data = entry.view(entry.chunk.values, place)
             entry.parameter.__class__ = entry.cls_in_use
-        self.pins = 1
-
-    def unshard(self, ahead: bool = False) -> None:
-        """It is there, here and below."""
-
-    def wait(self) -> None:
-        """See :meth:`Unit.wait`."""
-
-    use = unuse = reshard = refresh = abandon = store_written = shard_parameters = wait
-
-    def replayed(self, filled: bool) -> None:
-        """See :meth:`Unit.replayed`."""
+        self.phase, self.pins = Phase.IN_USE, 1  # for ever
 
 
 def arena_layout(units: Sequence[Unit], alone: bool) -> ArenaLayout:
