@@ -601,8 +601,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
                 by the name of their unit.
         """
         assert self.engine is not None and self.lightning_module is not None
-        ledger: dict[str, Any] = by_category(self.engine, self.optimizers, self.lightning_module)
-        return {**ledger, "units": by_unit(self.engine, self.optimizers)} if per_unit else ledger
+        ledger: dict[str, Any] = by_category(self.engine, self.lightning_module)
+        return {**ledger, "units": by_unit(self.engine)} if per_unit else ledger
 
     # ------------------------------------------------------------------------------------- registry
 

@@ -42,7 +42,7 @@ from .host_steps import FUSED, HostShards
 from .offload import HostChunk, Offload, OffloadKind, parse_offload
 from .partition import UnitPolicy, find_units
 from .sharded import ResidencyError, ShardedParameter, is_sharded, owner_or_none
-from .stepping import SCALARS, Engine, OptimizerStep, StandIns, State
+from .stepping import SCALARS, OptimizerStep, StandIns, State
 from .torch_functions import instances
 from .unit import Unit, is_in_buffer
 
@@ -51,7 +51,6 @@ __all__ = [
     "SCALARS",
     "ActivationsKind",
     "Chunk",
-    "Engine",
     "Entry",
     "HostChunk",
     "HostShards",

@@ -45,7 +45,7 @@ from .sharded import (
     forget,
     graph_task,
 )
-from .stepping import OptimizerStep, State
+from .stepping import OptimizerStep
 from .streams import Stream
 from .uneven import JointSteps
 from .unit import Arena, Phase, Unit, arena_layout
@@ -344,10 +344,6 @@ class Zero3Engine:
         """
         square = self.gradients.squared_norm(entries).to(self.device)
         return self.collectives.all_reduce(square).sqrt()
-
-    def states(self, optimizer: Optimizer) -> dict[Any, State]:
-        """The state of ``optimizer`` by what it steps on."""
-        return self.steps[optimizer].state if optimizer in self.steps else {}
 
     # --------------------------------------------------------------------------------------- values
 

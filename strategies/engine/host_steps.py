@@ -12,7 +12,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from .chunk import Chunk, Entry
 from .offload import HostChunk
-from .stepping import Engine, OptimizerStep, StandIns, State
+from .stepping import OptimizerStep, StandIns, State
 
 # Of torch, with fused kernels for the CPU. They update each element by itself, so that a step may
 # be done in parts.
@@ -30,7 +30,7 @@ class HostShards(StandIns):
 
     steps_later = True
 
-    def __init__(self, engine: Engine, step: OptimizerStep) -> None:
+    def __init__(self, engine: Any, step: OptimizerStep) -> None:
         super().__init__(engine)
         self._step = step
 

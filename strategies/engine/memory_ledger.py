@@ -6,21 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from .engine import Zero3Engine
 
 
-def by_category(
-    engine: Zero3Engine, optimizers: Sequence[Optimizer], module: nn.Module
-) -> dict[str, int]:
+def by_category(engine: Zero3Engine, module: nn.Module) -> dict[str, int]:
     """Parameters, gradients, optimizer_state, slots (with the buffers of reductions) and
     buffers; with offload what is in host memory, apart, with the room for activations.
     """
     chunks = [chunk for unit in engine.units for chunk in unit.chunks]
     values = [tensor for chunk in chunks for tensor in chunk.shards()]
     gradients = [chunk.gradients for chunk in chunks if chunk.gradients is not None]
-    states = [state for o in optimizers for state in engine.states(o).values()]
+    states = [state for step in engine.steps.values() for state in step.state.values()]
     kept = [t for state in states for t in state.values() if isinstance(t, Tensor)]
 
     def on_device(tensors: Sequence[Tensor]) -> int:
@@ -45,13 +42,14 @@ def by_category(
     }
 
 
-def by_unit(engine: Zero3Engine, optimizers: Sequence[Optimizer]) -> dict[str, int]:
+def by_unit(engine: Zero3Engine) -> dict[str, int]:
     """This rank's shards of parameters, gradients and optimizer state.
 
     State of optimizers that look at whole tensors is missing: it belongs to parameters that this
     rank owns, not to its shards.
     """
-    states = {p: _nbytes(state) for o in optimizers for p, state in engine.states(o).items()}
+    steps = engine.steps.values()
+    states = {p: _nbytes(state) for step in steps for p, state in step.state.items()}
     return {
         unit.name: sum(
             chunk.shards()[0].nbytes + (0 if chunk.gradients is None else chunk.gradients.nbytes)

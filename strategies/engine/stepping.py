@@ -10,50 +10,25 @@ step they hold what the optimizer can step on, usually this rank's shards::
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..collectives import LOOK_FOR, DivergenceError, LocalCollectives, Meeting
+from ..collectives import LOOK_FOR, DivergenceError, Meeting
 from ..support import profile_range
 from .chunk import Entry
-from .gradients import Gradients
 from .sharded import ResidencyError, describe, is_sharded
-from .unit import Unit
 
 State = dict[str, Any]  # an optimizer's, of one parameter
 
 # What torch's elementwise optimizers keep one number of for a parameter.
 SCALARS = frozenset({"step", "mu_product", "eta", "mu"})
-
-
-class Engine(Protocol):
-    """The engine, as seen from here."""
-
-    units: list[Unit]
-    entries: dict[int, Entry]  # by the `id` of the parameter
-    trained_ids: set[int]  # of the parameters that an optimizer has
-    gradients: Gradients
-    collectives: LocalCollectives
-    device: torch.device
-
-    def begin_step(self, step: OptimizerStep) -> None:
-        """An optimizer's own step begins, perhaps with a closure."""
-
-    def adopt_gradients(self) -> None:
-        """Gradients that are held reach the optimizers; collective if there are any."""
-
-    def weights_changed(self, changed: Iterable[Entry]) -> None:
-        """Shards were written."""
-
-    def settle(self) -> None:
-        """The host has done what it has to do."""
 
 
 class StandIns:
@@ -67,8 +42,8 @@ class StandIns:
     # whether they are stepped on when the optimizer's step is over, which has nothing to step on
     steps_later = False
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine  # the :class:`~.engine.Zero3Engine`
 
     def of(self, groups: Sequence[Sequence[Entry]]) -> list[list[nn.Parameter]]:
         """What stands for the parameters of each group."""
@@ -154,21 +129,19 @@ class StateOfParameters(MutableMapping):
             return self._step.state[key]
         if key not in self.given:
             entry = self._step.entry_of(key)
-            self.given[key] = {} if entry is None else self._read(entry)
+            self.given[key] = {}
+            if entry is not None:
+                collectives = self._step.engine.collectives
+                collectives.meet(Meeting.STATE)
+                names = set(collectives.all_gather_object(entry.name))
+                if len(names) > 1:  # hazard: the parts that ranks exchange of two have two sizes
+                    raise DivergenceError(
+                        "The ranks read the optimizer state of different parameters, of"
+                        f" {' and '.join(map(repr, sorted(names)))}. {LOOK_FOR}"
+                    )
+                whole = self._step.stand_ins.whole_state(entry, self._step.state)
+                self.given[key] = whole
         return self.given[key]
-
-    def _read(self, entry: Entry) -> State:
-        collectives = self._step.engine.collectives
-        collectives.meet(Meeting.STATE)
-        everyone = collectives.all_gather_object(entry.name)
-        for rank, name in enumerate(everyone):
-            # hazard: the parts that ranks exchange of two parameters have two sizes
-            if name != everyone[0]:
-                raise DivergenceError(
-                    "The ranks read the optimizer state of different parameters: rank 0 that of"
-                    f" {everyone[0]!r}, rank {rank} that of {name!r}. {LOOK_FOR}"
-                )
-        return self._step.stand_ins.whole_state(entry, self._step.state)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         (self.given if isinstance(key, Tensor) else self._step.state)[key] = value
@@ -236,7 +209,7 @@ class OptimizerStep:
     While its closure runs the model, the groups hold the module's parameters.
     """
 
-    def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
+    def __init__(self, engine: Any, optimizer: Optimizer) -> None:
         self.engine, self.optimizer = engine, optimizer
         self.stand_ins = StandIns(engine)
         self._state: dict[Any, State] = optimizer.state
@@ -292,7 +265,7 @@ class OptimizerStep:
         parameter, or to new ones.
         """
         self.close()
-        shared, self.state = self.state, {**self.state}
+        shared, self._state = self.state, {**self._state}
         for key in [key for key in shared if isinstance(key, Tensor)]:
             del shared[key]
         shared.update(self.state_of_parameters.given)
@@ -303,10 +276,6 @@ class OptimizerStep:
         """The optimizer's, by stand-in: its own dict, which others may share that it wraps."""
         self.stand_ins.finish()
         return self._state
-
-    @state.setter
-    def state(self, state: dict[Any, State]) -> None:
-        self._state = state
 
     def entry_of(self, key: Any) -> Entry | None:
         """The parameter ``key``, if it is sharded for an optimizer."""
@@ -331,8 +300,8 @@ class OptimizerStep:
                 if entry is None:
                     name = describe(p) if is_sharded(p) else tuple(p.shape)
                     raise ValueError(
-                        f"Param group {index} of {type(self.optimizer).__name__} (parameter"
-                        f" {name} and others) was added after the last `training_step` began, and"
+                        f"Param group {index} of {type(self.optimizer).__name__} ({name} and"
+                        f" others) was added after the last `training_step` began, and"
                         " its gradients were not kept. Add it between steps (in"
                         " `on_train_epoch_start` or `on_train_batch_start`), and step the optimizer"
                         " after the next one."
@@ -385,7 +354,7 @@ class OptimizerStep:
     def _swap_back(self) -> list[list[Entry]]:
         for group, its in zip(self.optimizer.param_groups, self._parameters, strict=True):
             group["params"][:] = its
-        self.state, self.optimizer.state = self.optimizer.state, self.state_of_parameters  # type: ignore
+        self._state, self.optimizer.state = self.optimizer.state, self.state_of_parameters  # type: ignore
         self._parameters, groups, self._groups = [], self._groups, []
         return groups
 

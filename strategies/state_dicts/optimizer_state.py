@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ..engine import SCALARS, Engine, Entry, OptimizerStep, Zero3Engine
+from ..engine import SCALARS, Entry, OptimizerStep, Zero3Engine
 from .optimizer_hooks import run_hooks
 from .slices import OwnedTensor, SavedTensor, SlicedTensor, TensorDescription, places_by_name
 
@@ -67,7 +67,7 @@ def sliced_optimizer_state(step: OptimizerStep, owned_state: State | None = None
 
 
 def _describe_owned_state(
-    engine: Engine, owned_state: State, cls: str
+    engine: Zero3Engine, owned_state: State, cls: str
 ) -> dict[str, dict[str, Any]]:
     """Return name -> key -> :class:`OwnedTensor` or scalar, of all owners; collective."""
     places = places_by_name(engine)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..engine import Chunk, Engine, Entry, Unit
+from ..engine import Chunk, Entry, Unit, Zero3Engine
 from .boxes import Box, cut_into_boxes, memory_order
 
 if TYPE_CHECKING:  # importing torch.distributed.checkpoint is slow, and few calls need it
@@ -161,13 +161,13 @@ def _as_own_storage(part: Tensor) -> Tensor:
 class OwnedTensor(SlicedTensor):
     """A full tensor of any shape on one rank: state of an optimizer that steps on full tensors."""
 
-    engine: Engine
+    engine: Zero3Engine
     owner: int
 
     @staticmethod
     def __new__(
         cls,
-        engine: Engine,
+        engine: Zero3Engine,
         place: Place,
         size: torch.Size,
         dtype: torch.dtype,
@@ -243,6 +243,6 @@ def _view_box(flat: Tensor, box: Box) -> Tensor:
     return flat[box.start : box.start + torch.Size(box.sizes).numel()].view(box.sizes)
 
 
-def places_by_name(engine: Engine) -> dict[str, Place]:
+def places_by_name(engine: Zero3Engine) -> dict[str, Place]:
     """Return the place of every parameter, by name."""
     return {entry.name: Place(unit, entry) for unit in engine.units for entry in unit.entries}

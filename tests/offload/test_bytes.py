@@ -81,7 +81,7 @@ def count(rank, world_size):
             step(engine, optimizer, model, micro)
             with Transfers(engine.host) as transfers:
                 step(engine, optimizer, model, micro)
-            state = engine.states(optimizer).values()
+            state = engine.steps[optimizer].state.values()
             found[kind, micro] = {
                 "to device": transfers.to_device,
                 "to host": transfers.to_host,

@@ -46,7 +46,7 @@ def fit(rank, world_size, strategy, folder, read=None):
     )
     runner.fit(module, ckpt_path=read)
     optimizer = runner.optimizers[0]
-    state = optimizer.state if strategy == "auto" else runner.strategy.engine.states(optimizer)
+    state = optimizer.state if strategy == "auto" else runner.strategy.engine.steps[optimizer].state
     elements = sum(
         v.numel()
         for values in state.values()
