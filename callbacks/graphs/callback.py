@@ -52,9 +52,9 @@ class CUDAGraphStep(Callback):
     computed with the old value: a number in a global, in a closure, in an object other than a
     namespace or dataclass; in a list or dict of more than 64 items; an object in a batch that
     prints the same and holds something else; a branch that some values of `batch_idx` take; a
-    setting of torch (precision, determinism), a hook of all modules, a `forward` that is replaced
-    on the object. What a step does to objects outside of its module (appends to a global list,
-    writes a file) is not repeated by replays, and not seen.
+    setting of torch (precision, determinism) or of an optimizer, a hook of all modules, a `forward`
+    that is replaced on the object. What a step does to objects outside of its module (appends to a
+    global list, writes a file) is not repeated by replays, and not seen.
 
     **Hooks.** Forward hooks may compute with tensors; everything else in them happens only in eager
     steps.

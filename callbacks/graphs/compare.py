@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ...strategies.support import capture_random_states, restore_random_states
-from .software_graph import replaced
 
 _CONSTANTS = (int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 
@@ -57,7 +56,7 @@ def same(a: Tensor, b: Tensor, noisy: bool = False) -> bool:
     """
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all()):
+    if torch.allclose(a, b, 0, 0, equal_nan=True):
         return True
     if not (noisy and a.is_floating_point()):
         return False
@@ -136,6 +135,19 @@ class States:
                 gradients.room_for(entry).copy_(self.values[name])
             elif gradients.has_gradient(entry):
                 gradients.clear(entry)
+
+
+@contextmanager
+def replaced(table: dict[str, Any], values: dict[str, Any]) -> Iterator[None]:
+    """Replace items of ``table``, such as the attributes of an object, in the body."""
+    before = {name: table[name] for name in values if name in table}
+    table.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del table[name]
+        table.update(before)
 
 
 class LogTape:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
+from functools import partial
 from types import CodeType, SimpleNamespace
 from typing import Any
 
@@ -104,14 +105,14 @@ class Fingerprint:
     """
 
     def __init__(self, trainer: Trainer, module: nn.Module, method: str) -> None:
-        self._trainer, self._mentioned = trainer, names_read(module, method)
-        # Where each value is; the value, if only an assignment can change it; and its state.
-        self._spots: list[tuple[str, Mapping[str, Any], str, Any, Any]] = []
+        mentioned = names_read(module, method)
+        # What gets each value; the value, if only an assignment can change it; and its state.
+        self._spots: list[tuple[str, Callable[[], Any], Any, Any]] = []
         for path, each in module.named_modules():
             if isinstance(each, Metric):
                 continue  # its state changes by design
-            names = names_read(each, "forward") | (self._mentioned if each is module else set())
-            self._mentioned |= names
+            names = names_read(each, "forward") | (mentioned if each is module else set())
+            mentioned |= names
             names = (names - _INTERNAL) | _ALWAYS
             tables = [(table, names & table.keys()) for table in map(vars, type(each).__mro__)]
             if type(each).__module__.startswith("torch."):
@@ -119,35 +120,24 @@ class Fingerprint:
             else:  # attributes may be added to it
                 tables.append((vars(each), names))
             tables += [(table, set(table)) for table in (each._parameters, each._buffers)]
-            for table, name in ((table, name) for table, keys in tables for name in keys):
-                state = state_of(value := table.get(name))
-                is_fixed = is_constant(value) or state == (id(value), value)
-                spot = f"{path}.{name}".lstrip("."), table, name, value if is_fixed else self, state
-                self._spots.append(spot)
-        # What is no plain value of the Trainer, as its callbacks, is not of the step.
-        names = self._mentioned & set(dir(trainer))
-        self._of_trainer = [name for name in names if is_constant(getattr(trainer, name))]
-        self._before = self._read_others()
+            for table, keys in tables:
+                for key in keys:
+                    self._note(f"{path}.{key}".lstrip("."), partial(table.get, key))
+        for key in mentioned & set(dir(trainer)):
+            # What is no plain value of the Trainer, as its callbacks, is not of the step.
+            if is_constant(getattr(trainer, key)):
+                self._note(f"trainer.{key}", partial(getattr, trainer, key))
+        self._note("engine of `zero3`", partial(getattr, trainer.strategy, "engine", None))
 
-    def _read_others(self) -> dict[str, Any]:
-        """Return the states of what may lie in another object each time."""
-        found: dict[str, Any] = {
-            f"trainer.{n}": repr(getattr(self._trainer, n)) for n in self._of_trainer
-        }
-        found["engine of `zero3`"] = id(getattr(self._trainer.strategy, "engine", None))
-        if not self._mentioned.isdisjoint(("param_groups", "get_last_lr")):
-            groups = [g for optimizer in self._trainer.optimizers for g in optimizer.param_groups]
-            states = [{k: state_of(v) for k, v in g.items() if k != "params"} for g in groups]
-            found["a setting of an optimizer"] = states
-        return found
+    def _note(self, name: str, get: Callable[[], Any]) -> None:
+        state = state_of(value := get())
+        is_fixed = is_constant(value) or state == (id(value), value)
+        self._spots.append((name, get, value if is_fixed else self, state))
 
     def changes(self) -> list[str]:
         """Return the names of what has changed since."""
-        found = [
-            name
-            for name, table, key, fixed, state in self._spots
-            if (value := table.get(key)) is not fixed and state_of(value) != state
+        return [
+            f"`{name}`"
+            for name, get, fixed, state in self._spots
+            if (value := get()) is not fixed and state_of(value) != state
         ]
-        now = self._read_others()
-        found += [name for name in now if now[name] != self._before[name]]
-        return [f"`{name}`" for name in found]

@@ -347,9 +347,9 @@ class Part:
         self._in_vain = self._replays_before = 0
 
     @property
-    def input_nbytes(self) -> int:
-        """Bytes of static inputs."""
-        return 0
+    def graphs(self) -> list[Captured]:
+        """All graphs of programs."""
+        return []
 
     def drop(self) -> None:
         """Free the graphs."""
@@ -427,7 +427,7 @@ class Program(Part):
         raise NotImplementedError
 
     @property
-    def graphs(self) -> list[Any]:
+    def graphs(self) -> list[Captured]:
         """All graphs."""
         return [record.graphs for record in self.records.values() if record.graphs is not None]
 
@@ -454,16 +454,15 @@ class Program(Part):
         if record.graphs is None:
             # The backward of the last run may be still to come, or there was none.
             is_known = record.watched >= self.fit.warmup and (any(record.given) or record.problems)
-            return Run.CAPTURE if is_known and not begins_epoch else Run.WATCH, record
+            if begins_epoch or not is_known:
+                return Run.WATCH, record
+            self.problems += record.problems
+            return Run.CAPTURE, record
         if begins_epoch or record.verified < self.fit.verify:
             record.verified += 1
             self.verified += 1
             return Run.VERIFY, record
         return Run.REPLAY, record
-
-    def problems_of(self, record: Record) -> list[str]:
-        """Return the list that gets the problems of an eager run."""
-        return self.problems
 
     def sources(self, inputs: Any) -> dict[str, Tensor]:
         """Return the inputs and parameters that get gradients, by name."""
@@ -525,7 +524,8 @@ class Program(Part):
         The outputs are differentiated once more, by gradients that are made up, as those of the
         loss are not there yet.
         """
-        graphs, problems, tape = record.graphs, self.problems_of(record), LogTape(self.fit.root)
+        graphs, tape = record.graphs, LogTape(self.fit.root)
+        problems = record.problems if graphs is None else self.problems
         args, kwargs = apply_to_collection(inputs, Tensor, _alias)
         sources, before = self.sources((args, kwargs)), self.snapshot()
         offsets = record.offsets if graphs is None else []
@@ -637,11 +637,6 @@ class Program(Part):
         for each in self.graphs:
             each.reset()
         self.records, self._fingerprint = {}, None
-
-    @property
-    def input_nbytes(self) -> int:
-        """Bytes of the static inputs of all graphs."""
-        return sum(each.input_nbytes for each in self.graphs)
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .software_graph import replaced
+from .compare import replaced
 
 
 @contextmanager

@@ -66,10 +66,6 @@ class Step(Program):
         if self.fit.engine is not None:
             self.fit.engine.expect_graphs(False)
 
-    def problems_of(self, record: Record) -> list[str]:
-        """Return the list that gets the problems of an eager run."""
-        return record.problems if record.graphs is None else self.problems
-
     def differentiate(
         self, roots: list[Tensor], grads: list[Tensor], sources: dict[str, Tensor], keep: bool
     ) -> dict[str, Tensor | None]:
@@ -104,7 +100,7 @@ class Step(Program):
         with nullcontext() if watch is None else watch.doing(Activity.FORWARD):
             output = self.run(run, record, (args, kwargs))
         if output is None:  # and no backward comes
-            self.problems_of(record).append(_NO_LOSS)
+            (record.problems if record.graphs is None else self.problems).append(_NO_LOSS)
         return output
 
     def _choose(self, batch: Any) -> tuple[Run, Record]:
@@ -127,7 +123,6 @@ class Step(Program):
             self.recapture(changes)
         run, record = self.choose(digests)
         if run is Run.CAPTURE:
-            self.problems += record.problems
             self._runner.agree()
         return (Run.PLAIN, Record()) if self.is_eager else (run, record)
 
@@ -255,7 +250,7 @@ class Runner(Fit):
     @property
     def input_nbytes(self) -> int:
         """Bytes of the static inputs of all graphs."""
-        return sum(part.input_nbytes for part in self.parts)
+        return sum(graphs.input_nbytes for part in self.parts for graphs in part.graphs)
 
     def memory_bytes(self) -> dict[str, int]:
         """See :meth:`CUDAGraphStep.memory_bytes`."""

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from ...strategies.collectives import LocalCollectives
+from .compare import replaced, tensors_in
 
 _aten = torch.ops.aten
 # The engine of `zero3` waits where a capture does not.
@@ -114,32 +115,15 @@ class SoftwareGraph:
             for run, targets in self._calls:
                 results = run()
                 for position, target in targets:
-                    target.copy_(_tensors_in(results)[position])
+                    target.copy_(tensors_in(results)[position])
 
     def reset(self) -> None:
         """Drop all recorded operations, and with them the graph's references to tensors."""
         self._calls = []
 
 
-@contextmanager
-def replaced(table: dict[str, Any], values: dict[str, Any]) -> Iterator[None]:
-    """Replace items of ``table``, such as the attributes of an object, in the body."""
-    before = {name: table[name] for name in values if name in table}
-    table.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            del table[name]
-        table.update(before)
-
-
 def _memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 class _Recorder(TorchDispatchMode):
@@ -163,12 +147,12 @@ class _Recorder(TorchDispatchMode):
         # Schemas of collectives and of batch norm do not tell that they write.
         writes = func._schema.is_mutable or func.namespace == "c10d"
         if writes := writes or func.overloadpacket is _aten.native_batch_norm:
-            self._save_values(_tensors_in((args, kwargs)))
+            self._save_values(tensors_in((args, kwargs)))
         result = func(*args, **kwargs)
-        shared = {_memory_of(tensor) for tensor in _tensors_in((args, kwargs))}
+        shared = {_memory_of(tensor) for tensor in tensors_in((args, kwargs))}
         made = [
             (position, tensor.detach())
-            for position, tensor in enumerate(_tensors_in(result))
+            for position, tensor in enumerate(tensors_in(result))
             if _memory_of(tensor) not in shared
         ]
         self._new_storages.update((_memory_of(t), t.untyped_storage()) for _, t in made)
@@ -228,7 +212,7 @@ def _recorded(communicator: LocalCollectives, name: str, recorder: _Recorder) ->
             finally:
                 recorder.is_exchanging = False
 
-        work, result = recorder.record_call(run, _tensors_in(args))
+        work, result = recorder.record_call(run, tensors_in(args))
         return SimpleNamespace(wait=lambda: result) if hasattr(work, "wait") else work
 
     return exchange
@@ -237,7 +221,7 @@ def _recorded(communicator: LocalCollectives, name: str, recorder: _Recorder) ->
 def _waits_for_device(func: Any, args: tuple) -> bool:
     """Return whether an operation needs a value, or a size that depends on values, on the host."""
     if func.overloadpacket in _INDEXING:
-        return any(t.dtype in (torch.bool, torch.uint8) for t in _tensors_in(args[1]))
+        return any(t.dtype in (torch.bool, torch.uint8) for t in tensors_in(args[1]))
     # Torch gives the check of `torch.linalg` no tag for this.
     is_check = func.overloadpacket is _aten._linalg_check_errors
     return is_check or not _ON_THE_HOST.isdisjoint(func.tags)

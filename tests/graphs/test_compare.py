@@ -186,22 +186,6 @@ def test_a_fingerprint_knows_what_a_program_depends_on(change, name):
     assert name in found.changes()
 
 
-class ReadsDecay(nn.Module):
-    def forward(self, x):
-        return x * self.optimizer.param_groups[0]["weight_decay"]
-
-
-def test_settings_of_the_optimizer_that_a_step_reads_are_followed_into_new_groups():
-    module = ReadsDecay()
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, weight_decay=0.2)
-    trainer = SimpleNamespace(optimizers=[optimizer], strategy=SimpleNamespace())
-    found = Fingerprint(trainer, module, "forward")
-    state = optimizer.state_dict()
-    optimizer.load_state_dict(state)
-    optimizer.param_groups[0]["weight_decay"] = 0.4
-    assert found.changes() == ["`a setting of an optimizer`"]
-
-
 @pytest.mark.parametrize("value", [0.0, 1, True, "a", None, [1.0, 2], {"a": 1}, (1, "a")])
 def test_states_of_equal_values_are_equal_and_of_others_are_not(value):
     assert state_of(value) == state_of(value) != state_of([value])

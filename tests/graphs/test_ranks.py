@@ -318,13 +318,13 @@ def test_two_ranks_of_zero3_replay_their_exchanges(tmp_path):
 SCALAR = r".*test_ranks\.py:\d+: `return x \* \(3 if .*: aten\._local_scalar_dense needs a value"
 IN_VAIN = "went out of date 6 times, each time before they had paid"
 ON_RANK_ONE = {
-    # Rank 1 finds out in the first step, long before rank 0 would capture.
+    # Rank 1 says so when rank 0 has captured it.
     "module": (
         HasLooks,
         Callback,
         {"modules": ["net.2"]},
         rf"module 'net\.2' .*\n  - {SCALAR}",
-        [[0], [0]],
+        [[1], [0]],
     ),
     "modules": (
         AllUsed,

@@ -145,12 +145,7 @@ class Settings(Net):
             + self.shifts[0]
         )
         scores = scores * (self.later if hasattr(self, "later") else 1.0)
-        scores = scores * self.config.delta * self.gamma
-        return scores * self.optimizers().param_groups[0]["weight_decay"]
-
-
-def number_of_the_optimizer(module):
-    module.trainer.optimizers[0].param_groups[0]["weight_decay"] = 0.2
+        return scores * self.config.delta * self.gamma
 
 
 SETTINGS = [
@@ -164,7 +159,6 @@ SETTINGS = [
     [
         lambda m: m.shifts.__setitem__(0, shift(1.0)),
         lambda m: setattr(type(m), "gamma", 0.5),
-        number_of_the_optimizer,
         lambda m: setattr(m, "later", 0.5),
     ],
 ]
