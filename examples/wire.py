@@ -120,7 +120,7 @@ def train(devices: int, options: dict[str, Any]) -> dict[str, float]:
     return {
         "weights": sent.weights / STEPS,
         "gradients": sent.gradients / STEPS,
-        "slots": ledger["slots"],
+        "buffer": ledger["reduce_buffer"],
         "state": ledger["parameters"] + ledger["gradients"] + ledger["optimizer_state"],
         "loss": trainer.callback_metrics["loss"].item(),
     }
@@ -132,14 +132,14 @@ def main(devices: int = 2) -> dict[str, dict[str, float]]:
     if lightning_zero3.current_world().rank == 0:
         print(
             f"{'':30}   sent per step (KB)       in memory (KB)\n{'':30} weights  gradients    "
-            " slots   state      loss"
+            "buffer   state      loss"
         )
         for name, row in found.items():
-            weights, gradients, slots, state = (
-                row[key] / 1000 for key in ("weights", "gradients", "slots", "state")
+            weights, gradients, buffer, state = (
+                row[key] / 1000 for key in ("weights", "gradients", "buffer", "state")
             )
             print(
-                f"{name:30} {weights:7.0f} {gradients:10.0f} {slots:9.0f} {state:7.0f}"
+                f"{name:30} {weights:7.0f} {gradients:10.0f} {buffer:9.0f} {state:7.0f}"
                 f" {row['loss']:9.6f}"
             )
     return found

@@ -594,7 +594,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
     def memory_ledger(self, per_unit: bool = False) -> dict[str, Any]:
         """Return bytes on this rank by category.
 
-        The categories are parameters, gradients, optimizer_state, slots and buffers.
+        The categories are parameters, gradients, optimizer_state, unsharded_units, reduce_buffer,
+        buffers, and host: what is in host memory of all these.
 
         Args:
             per_unit: add "units": bytes of the shards of parameters, gradients and optimizer state

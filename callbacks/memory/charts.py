@@ -12,8 +12,9 @@ BAR = 26  # height of a bar with the space below it
 
 # A name keeps its color through the page (CSS variables, so that both themes can choose).
 COLORED = (
-    "parameters gradients optimizer_state slots buffers graph_inputs graph_pool process activations"
-    " forward backward optimizer validation checkpoint other reserved peak".split()
+    "parameters gradients optimizer_state unsharded_units reduce_buffer buffers graph_inputs"
+    " graph_pool process activations forward backward optimizer validation checkpoint other"
+    " reserved peak".split()
 )
 
 

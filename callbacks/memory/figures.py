@@ -55,7 +55,7 @@ CUDA_ALLOCATOR_KEYS = (
 
 WORDS = (
     "inactive: reserved, in blocks that are partly used; fragmentation: unused share of what is"
-    " reserved;\noutside: not torch's; slots: buffers for communication; activations: the rest"
+    " reserved;\noutside: not torch's; reduce buffer: gradients on their way; activations: the rest"
 )
 
 

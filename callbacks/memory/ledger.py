@@ -1,4 +1,4 @@
-"""Count the memory of parameters, gradients, optimizer state, buffers and slots.
+"""Count the memory of parameters, gradients, optimizer state, buffers and of what exchanges need.
 
 A strategy that knows the exact bytes has a method `memory_ledger()`; for others this module counts
 the live tensors of the module and its optimizers, each storage once.
@@ -13,8 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...strategies.engine import is_sharded
 
-# `slots`: buffers for communication, such as gathered parameters or gradient buckets.
-STRATEGY_CATEGORIES = ("parameters", "gradients", "optimizer_state", "slots", "buffers")
+# `unsharded_units`: whole parameters of the units in use; `reduce_buffer`: gradients on their way,
+# which `ddp` calls buckets. The names are those of `python -m lightning_zero3 plan`.
+STRATEGY_CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer_state",
+    "unsharded_units",
+    "reduce_buffer",
+    "buffers",
+)
 # `graph_inputs`: batches at fixed addresses, from which `CUDAGraphStep` replays.
 CATEGORIES = (*STRATEGY_CATEGORIES, "graph_inputs")
 
@@ -44,7 +52,8 @@ def _measure_state(trainer: Trainer, module: LightningModule, device_type: str) 
             (p.grad for p in parameters if p.grad is not None), device_type, seen
         ),
         "optimizer_state": _count_bytes(_optimizer_tensors(trainer), device_type, seen),
-        "slots": _measure_ddp_buckets(trainer.strategy.model, device_type),
+        "unsharded_units": 0,
+        "reduce_buffer": _measure_ddp_buckets(trainer.strategy.model, device_type),
         "buffers": _count_bytes(module.buffers(), device_type, seen),
     }
 

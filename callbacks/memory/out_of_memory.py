@@ -155,7 +155,8 @@ class OutOfMemory:
                     "more ranks with a sharding strategy, or parameters in lower precision"
                 ),
                 "gradients": "more ranks with a sharding strategy",
-                "slots": "fewer or smaller communication buffers",
+                "unsharded_units": "smaller units (`unit_policy`)",
+                "reduce_buffer": "smaller units, or no `reduce_once`",
                 "buffers": "smaller buffers, or keep them on the host",
             }.get(largest, "a smaller batch")
             + f" (most memory is {largest})"

@@ -36,8 +36,9 @@ class CUDAMemoryTracker(Callback):
     Every `every_n_steps` optimizer steps it logs to every logger, under the keys of
     `lightning_zero3.callbacks.memory.figures.KEYS`: peaks in total and by phase, allocated,
     reserved, inactive, one fragmentation figure, retries, pinned host memory, memory outside of
-    torch, CUDA graph pools, and the ledger: parameters, gradients, optimizer state, slots, buffers,
-    static inputs of graphs and activations (the rest). Over several ranks a key has the highest
+    torch, CUDA graph pools, and the ledger: parameters, gradients, optimizer state, unsharded
+    units, the reduce buffer (of DDP: its buckets), buffers, static inputs of graphs and activations
+    (the rest). Over several ranks a key has the highest
     rank's value, and the main ones also have `/min`, `/mean` and `/max_rank`; one packed all-gather
     carries them all.
 

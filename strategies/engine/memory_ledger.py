@@ -11,8 +11,8 @@ from .engine import Zero3Engine
 
 
 def by_category(engine: Zero3Engine, module: nn.Module) -> dict[str, int]:
-    """Parameters, gradients, optimizer_state, slots (with the buffers of reductions) and
-    buffers; with offload what is in host memory, apart, with the room for activations.
+    """Parameters, gradients, optimizer_state, unsharded_units, reduce_buffer and buffers; with
+    offload what is in host memory, apart, with the room for activations.
     """
     chunks = [chunk for unit in engine.units for chunk in unit.chunks]
     values = [tensor for chunk in chunks for tensor in chunk.shards()]
@@ -28,7 +28,8 @@ def by_category(engine: Zero3Engine, module: nn.Module) -> dict[str, int]:
     return {
         "parameters": on_device(values),
         "gradients": on_device(gradients),
-        "slots": engine.arena.memory.nbytes + engine.reducer.buffer.nbytes,
+        "unsharded_units": engine.arena.memory.nbytes,
+        "reduce_buffer": engine.reducer.buffer.nbytes,
         "optimizer_state": on_device(kept),
         "host": sum(tensor.nbytes for tensor in everything)
         - on_device(everything)

@@ -130,8 +130,8 @@ def check_ledger(kind, result):
     assert ledger["buffers"] == WIDTH * WIDTH * 4
     # Python cannot reach DDP's buckets; DDP itself knows their sizes.
     if kind == "ddp":
-        assert ledger["slots"] == sum(int(size) for size in result["buckets"].split(","))
-    reachable = sum(ledger.values()) - (ledger["slots"] if kind == "ddp" else 0)
+        assert ledger["reduce_buffer"] == sum(int(size) for size in result["buckets"].split(","))
+    reachable = sum(ledger.values()) - (ledger["reduce_buffer"] if kind == "ddp" else 0)
     assert abs(result["live"] - reachable) < 0.01 * reachable, (kind, ledger)
     assert result["calls"] == 3  # at steps 2, 4 and 6 one collective each
 
@@ -158,7 +158,7 @@ def test_ledger_on_a_single_device(tmp_path):
         category: tracker.run_spreads[f"memory/{category}_gib"].high * GIB
         for category in CATEGORIES
     }
-    assert ledger["slots"] == 0
+    assert ledger["unsharded_units"] == ledger["reduce_buffer"] == 0
     assert abs(live.live - foreign - sum(ledger.values())) < 0.01 * sum(ledger.values())
     metrics = logger.memory()[-1][1]
     # where steps are short, not all are detailed
@@ -171,11 +171,8 @@ class Told(SingleDeviceStrategy):
     """A strategy that keeps its own ledger."""
 
     def memory_ledger(self, per_unit=False):
-        ledger = dict(
-            zip(
-                STRATEGY_CATEGORIES, (10 * MIB, 20 * MIB, 30 * MIB, 40 * MIB, 50 * MIB), strict=True
-            )
-        )
+        sizes = range(10 * MIB, 70 * MIB, 10 * MIB)
+        ledger = dict(zip(STRATEGY_CATEGORIES, sizes, strict=True))
         return {**ledger, "units": {"layers.0": 7 * MIB, "head": 3 * MIB}} if per_unit else ledger
 
 
@@ -190,6 +187,7 @@ def test_a_strategy_that_knows_its_ledger_is_asked(tmp_path):
         30,
         40,
         50,
+        60,
         0,
     ]
     assert (

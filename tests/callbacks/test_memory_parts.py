@@ -349,7 +349,8 @@ def report_data():
         "parameters": GIB,
         "gradients": GIB,
         "optimizer_state": 2 * GIB,
-        "slots": GIB // 4,
+        "unsharded_units": GIB // 8,
+        "reduce_buffer": GIB // 8,
         "buffers": 0,
         "graph_inputs": 0,
     }

@@ -18,7 +18,7 @@ from plan.grid import STEP, Measured, Model
 
 FILE = Path(__file__).parents[2] / "docs" / "memory.png"
 RUNS = (("ddp", 2), ("zero3", 2), ("zero3", 4))
-CATEGORIES = ("parameters", "gradients", "optimizer_state", "slots")
+CATEGORIES = ("parameters", "gradients", "optimizer_state", "unsharded_units", "reduce_buffer")
 
 
 class ByCategory(Measured):
@@ -51,18 +51,16 @@ def main() -> None:
     from matplotlib import pyplot
 
     bars = {f"{name}\n{n} ranks": run_ranks(fit, n, name)[0] for name, n in RUNS}
-    figure, axes = pyplot.subplots(figsize=(7, 2.6), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(7, 3), layout="constrained")
     left = dict.fromkeys(bars, 0.0)
     for name in (*CATEGORIES, "activations"):
         sizes = [its[name] / 2**20 for its in bars.values()]
-        label = {"slots": "buffers of exchanges"}.get(name, name.replace("_", " "))
+        label = name.replace("_", " ")
         axes.barh([*bars], sizes, left=[*left.values()], label=label, height=0.6)
         left = {bar: at + size for (bar, at), size in zip(left.items(), sizes, strict=True)}
     axes.invert_yaxis()
     axes.set_xlabel("MiB of one rank, at the most in a step")
-    axes.legend(
-        frameon=False, fontsize="small", ncols=5, loc="upper center", bbox_to_anchor=(0.5, 1.22)
-    )
+    figure.legend(frameon=False, fontsize="small", ncols=3, loc="outside upper center")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(FILE, dpi=120)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_zero3.callbacks.memory.ledger import STRATEGY_CATEGORIES
 from lightning_zero3.strategies.plan import run
 from plan.grid import GRID, Case, compare, plan, table
 
@@ -115,7 +116,12 @@ def test_a_step_that_asks_for_values(tell):
     code, text = tell("--devices", "2", "--device-memory", "1GiB", "train.py", "--asks")
     assert code == 2 and "without activations (DataDependentOutputException" in text
     assert "State alone fits" in text and "It fits" not in text
-    assert plan(GRID[-1], 2)["most in a step"] > 0
+
+
+def test_its_words_are_those_of_the_memory_tracker():
+    told = plan(GRID[-3], 2)  # without offload
+    assert told["most in a step"] > 0
+    assert set(STRATEGY_CATEGORIES) <= {name.replace(" ", "_") for name in told}
 
 
 def test_a_script_that_never_trains(tmp_path, capfd):

@@ -46,7 +46,7 @@ def test_what_options_send_and_keep():
         for name, row in found.items():
             # values, gradients, two of AdamW
             assert row["state"] == pytest.approx(4 * whole / 2, rel=1e-3), name
-            assert (row["slots"] > plain["slots"] + whole / 2) == (
+            assert (row["buffer"] > plain["buffer"] + whole / 2) == (
                 name in ("reduce once", "all of them")
             ), name
             assert row["loss"] == pytest.approx(plain["loss"], rel=1e-3), name
