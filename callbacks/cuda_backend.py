@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities.rank_zero import WarningCache
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from .allocator.environment import EnvironmentChange
@@ -84,6 +85,7 @@ class CUDABackendConfig(Callback):
         if isinstance(deterministic, bool):  # as YAML reads "on" and "off"
             deterministic = "on" if deterministic else "off"
         # before any other local exists
+        self._said = WarningCache()  # a fit and a test after it tell the same once
         self.arguments = {
             name: value
             for name, value in locals().items()
@@ -227,7 +229,7 @@ class CUDABackendConfig(Callback):
                     f"CUDABackendConfig: {setting.name}={setting.value} did not take effect, torch"
                     f" says {setting.read()}; leave the option out with this torch"
                 )
-        rank_zero_info(self.describe())
+        self._said.info(self.describe())
 
     def describe(self) -> str:
         """Return the line that `setup` logs."""

@@ -333,7 +333,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             with suppress(Exception):
                 state = count_state(self.engine.units, module, *its)
                 nbytes = sum(state.values()) - state["host"] - state["optimizer's step"]
-                told += f", {size_text(nbytes)} on each rank without activations"
+                told += f", state {size_text(nbytes)} a rank"
             self.tell_start(told)
         if self.engine.host is not None:
             self._tell_offload()

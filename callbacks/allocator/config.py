@@ -5,8 +5,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import WarningCache
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from .advice import RunFigures, Suggestion, suggest
@@ -116,6 +117,7 @@ class AllocatorConfig(Callback):
         self.pluggable = pluggable
         self.policy: Policy = environment
         self.restore = restore
+        self._said = WarningCache()  # a fit and a test after it tell the same once
         self._change = EnvironmentChange()
         self._put_in_place()
 
@@ -188,8 +190,8 @@ class AllocatorConfig(Callback):
         self._compare_ranks(proof)
         self.proof = proof
         for decision in self.decisions:
-            rank_zero_info(f"AllocatorConfig: {decision}")
-        rank_zero_info(f"AllocatorConfig: {self._describe(proof)}")
+            self._said.info(f"AllocatorConfig: {decision}")
+        self._said.info(f"AllocatorConfig: {self._describe(proof)}")
 
     def make_allocator(self, device: torch.device) -> Allocator | None:
         """Return the allocator whose settings are read; None where the run uses no CUDA."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import WarningCache
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
@@ -116,6 +117,7 @@ class CUDAMemoryTracker(Callback):
         )
         self.oom_folder = oom_folder
         self.leak_settings = (leak_window, leak_windows, int(leak_growth_mib * 2**20))
+        self._said = WarningCache()  # a fit and a test after it tell the same once
         self.run_spreads: dict[str, Spread] = {}
         self.leaks: list[str] = []
         self.oom_reports: list[OutOfMemory] = []
@@ -139,7 +141,7 @@ class CUDAMemoryTracker(Callback):
                 "process": "no CUDA, so figures are of this process's resident memory",
                 "driver": "the allocator has no figures, so these are of the whole device",
             }
-            rank_zero_info(f"CUDAMemoryTracker: {reasons.get(source.name)}")
+            self._said.info(f"CUDAMemoryTracker: {reasons.get(source.name)}")
         meter = PhaseMeter(source, self.reset_peaks, 0.75 * self.time_share)
         resident = meter.last.allocated - measure_module(pl_module, "cpu")
         window, windows, growth = self.leak_settings

@@ -332,7 +332,7 @@ class ProcessStrategy(ParallelStrategy):
         ranks, nodes = self.world.world_size, self.world.num_nodes
         line = (
             f"zero3: {ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)},"
-            f" {self.world.backend}, started by {self.world.launcher}"
+            f" {self.world.backend}, by {self.world.launcher}"
         )
         if line not in _SAID:
             _SAID.add(line)

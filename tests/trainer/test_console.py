@@ -96,8 +96,8 @@ def test_one_line_is_ours(printed):
     ours = printed["zero3"] - printed["ddp"]
     assert len(ours) == 1, ours
     [(line, count)] = ours.items()
-    assert line.startswith("zero3: 2 ranks on 1 node, gloo, started by ") and count == 1
-    assert line.endswith("; 1 unit, NUMBER MiB on each rank without activations")
+    assert line.startswith("zero3: 2 ranks on 1 node, gloo, by ") and count == 1
+    assert line.endswith("; 1 unit, state NUMBER MiB a rank") and len(line) < 80
 
 
 def test_lines_of_ddp_that_are_missing(printed):
@@ -115,5 +115,6 @@ def test_callbacks_add_no_warning(printed):
     names = ("AllocatorConfig", "CUDABackendConfig", "CUDAMemoryTracker", "CUDAGraphStep", "peak")
     for name in (*names, "ModelExport"):
         assert any(line.startswith(name) for line in added), name
+    assert [line for line, n in added.items() if n > 1 and line.startswith(names)] == []
     wide = [line for line in added if len(line) > 80 and not line.startswith(("💡", "Model"))]
     assert wide == []

@@ -26,4 +26,4 @@ def test_it_trains_on_two_processes(tmp_path):
     assert "'grad_norm'" in metrics and "'loss_epoch'" in metrics
     assert float(right) > 0.9 and same == "True"
     printed = str([cell.get("outputs") for cell in notebook.cells])
-    assert "zero3: 2 ranks on 1 node, gloo, started by" in printed
+    assert "zero3: 2 ranks on 1 node, gloo, by " in printed

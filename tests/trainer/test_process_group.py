@@ -160,7 +160,7 @@ def test_a_group_lives_from_fit_to_fit_and_ends_with_a_failure(size, capsys):
     assert run_ranks(fits, size, port) == [[True] * 3] * size
     assert (
         capsys.readouterr().out.count(
-            f"zero3: {size} rank{'s' * (size > 1)} on 1 node, gloo, started by torchrun; "
+            f"zero3: {size} rank{'s' * (size > 1)} on 1 node, gloo, by torchrun; "
         )
         == 1
     )
