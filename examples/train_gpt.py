@@ -425,20 +425,20 @@ def show(result: dict) -> None:
         "peak_bytes_before_training",
     )
     state, formula, peak, base = (result[name] / 2**20 for name in in_bytes)
-    ideal = f"16Ψ/{ranks} = {formula:.1f} MiB"
-    table = Table(title=f"{result['strategy']}, {ranks} ranks", title_justify="left")
+    ideal = f"16Ψ/{ranks}: {formula:.1f} MiB"
+    table = Table(title=f"{result['strategy']}: one of {ranks} ranks", title_justify="left")
     table.add_column("measured")
     table.add_column("value", justify="right")
     table.add_column("against")
     for row in [
-        ("model size Ψ", f"{result['parameters'] / 1e6:.2f} M parameters", ""),
+        ("parameters Ψ", f"{result['parameters'] / 1e6:.2f} M", ""),
         (
-            "weights, gradients, Adam on one rank",
+            "weights, gradients, Adam",
             f"{state:.1f} MiB",
-            f"{ideal}; ratio {state / formula:.4f}",
+            f"{ideal}, ratio {state / formula:.4f}",
         ),
-        ("peak memory of one rank", f"{peak:.0f} MiB", f"{base:.0f} MiB before the first step"),
-        ("training speed, all ranks", f"{result['tokens_per_second']:,.0f} tokens/s", ""),
+        ("peak memory", f"{peak:.0f} MiB", f"{base:.0f} MiB before the first step"),
+        ("tokens a second, all ranks", f"{result['tokens_per_second']:,.0f}", ""),
         (
             "steps",
             f"{result['last_step']:,}",
@@ -452,23 +452,23 @@ def show(result: dict) -> None:
         (
             "validation, bits per byte",
             f"[bold]{bits['model']:.3f}[/bold]",
-            "text from files the model has not seen",
+            "files it has not seen",
         ),
         ("   by lzma, of the same text", f"{bits['lzma']:.3f}", "8 would be no compression"),
         (
-            "   by how frequent each token is",
+            "   by frequency of each token",
             f"{bits['unigram_tokens']:.3f}",
             "counted in the training text",
         ),
         (
-            "   by how frequent each byte is",
+            "   by frequency of each byte",
             f"{bits['unigram_bytes']:.3f}",
             "counted in the training text",
         ),
         (
             "time since start",
             f"{result['seconds']:.0f} s",
-            "start-up, validation and sample included",
+            "with start-up and sample",
         ),
     ]:
         table.add_row(*row)
