@@ -142,9 +142,10 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             False for no such thread.
         offload: keep model state in host memory, with the numbers of a run without. "optimizer":
             master values, gradients and optimizer state, of which the device has the shards that
-            layers compute with; "parameters": these, too; or how much model state may stay on the device
-            ("20GiB"; units are B, MB, MiB, GB, GiB), the rest is as "parameters". Adam, AdamW, SGD
-            and Adagrad step on the host while the training goes on, by torch's fused kernels.
+            layers compute with; "parameters": these, too; or how much model state may stay on the
+            device ("20GiB"; units are B, MB, MiB, GB, GiB), the rest is as "parameters". Adam,
+            AdamW, SGD and Adagrad step on the host while the training goes on, by torch's fused
+            kernels.
         activations: "host" moves what layers save for backward to host memory, unit by unit, and
             back a unit ahead; with a size ("8GiB") so much of it stays on the device. Numbers are
             as without. Weights never move, nor tensors below 64 KiB.

@@ -150,7 +150,7 @@ class Reducer:
             gap.zero_()
         with place.reduce_range:
             targets, room = [], None
-            if any(chunk.has_sums for chunk, _ in place.hosted):
+            if place.hosted and any(chunk.has_sums for chunk, _ in place.hosted):
                 room = place.hosted[0][0].host.next_room()
             for chunk, dtype in place.hosted:
                 targets.append(chunk.begin_arrival(dtype, self._scale, room))
