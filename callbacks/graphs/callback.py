@@ -131,11 +131,6 @@ class CUDAGraphStep(Callback):
             )
             return
         engine = getattr(trainer.strategy, "engine", None)
-        if engine is not None and (engine.host is not None or engine.activations is not None):
-            raise ValueError(
-                "CUDAGraphStep: a captured step cannot wait for the host, as `offload` and"
-                " `activations` must. Take one of the two."
-            )
         software = SoftwareGraphs(None if engine is None else engine.collectives)
         graphs = CudaGraphs(device) if device.type == "cuda" else software
         options = self.warmup, self.verify, self.max_graphs, self.strict

@@ -28,13 +28,6 @@ _ALWAYS = {"training", "_modules", "_hparams", *_HOOKS}
 _BASES = (LightningModule, *LightningModule.__mro__)  # whose methods are not the user's
 
 
-def address(tensor: Tensor) -> int:
-    """Return the address of the values; 0 for tensors that are empty, not strided or sharded."""
-    with torch._C.DisableTorchFunctionSubclass():
-        has_none = tensor.layout is not torch.strided or not tensor.numel()
-        return 0 if has_none or isinstance(tensor, ShardedParameter) else tensor.data_ptr()
-
-
 def state_of(value: Any, depth: int = 2) -> Any:
     """Return the present state of an attribute, to be compared by ``==``.
 
@@ -45,7 +38,9 @@ def state_of(value: Any, depth: int = 2) -> Any:
     if is_constant(value):
         return repr(value)
     if isinstance(value, Tensor):
-        return id(value), value, address(value), value.requires_grad
+        with torch._C.DisableTorchFunctionSubclass():
+            has_address = value.layout is torch.strided and not isinstance(value, ShardedParameter)
+            return id(value), value, has_address and value.data_ptr(), value.requires_grad
     if isinstance(value, torch.Generator):
         return id(value), value, value.get_state().tolist()
     if isinstance(value, SimpleNamespace | Namespace) or (

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import PackedSequence
 
+from ...strategies.engine import ReplayedStep, rehearsed_backward
 from .compare import LogTape, States, first_difference, tensors_in, values_in
 from .device import CudaGraphs, SoftwareGraphs
 from .fingerprint import Fingerprint, attributes_of
@@ -101,7 +102,8 @@ class Captured:
     user: weakref.ref[Any] | None = None
 
     def __init__(self, program: Program, record: Record, inputs: Any) -> None:
-        self.program, self.given, self._books = program, record.given, program.make_books()
+        self.program, self.given, engine = program, record.given, program.engine
+        self._books: Any = NoBooks() if engine is None else ReplayedStep(engine)
         self._pair = program.fit.graphs.make_pair(record.offsets, program.has_own_pool)
         self._tape = LogTape(program.fit.root)
         self._inputs = apply_to_collection(
@@ -427,6 +429,11 @@ class Program(Part):
         raise NotImplementedError
 
     @property
+    def engine(self) -> Any:
+        """The engine of `zero3`, if the program adds to its gradients."""
+        return None
+
+    @property
     def graphs(self) -> list[Captured]:
         """All graphs."""
         return [record.graphs for record in self.records.values() if record.graphs is not None]
@@ -473,11 +480,14 @@ class Program(Part):
     def differentiate(
         self, roots: list[Tensor], grads: list[Tensor], sources: dict[str, Tensor], keep: bool
     ) -> dict[str, Tensor | None]:
-        """Return gradients of ``sources``, by name.
+        """Return gradients of ``sources``, by name, or add them to the engine's.
 
         Raises:
             RuntimeError: autograd refuses, or a hook of a parameter would run twice.
         """
+        if self.engine is not None:
+            torch.autograd.backward(roots, grads, retain_graph=keep)
+            return {}
         for name, source in sources.items():
             if keep and source._backward_hooks:
                 raise RuntimeError(f"{name} has a hook, which would run twice.")
@@ -488,15 +498,13 @@ class Program(Part):
 
     def around_backward(self) -> AbstractContextManager[Any]:
         """Return a context for a backward inside of the forward."""
+        if self.engine is not None:
+            return rehearsed_backward(self.engine)
         return torch.autocast(self.fit.device.type, enabled=False)
-
-    def make_books(self) -> Any:
-        """Return what keeps the books around captures and replays."""
-        return NoBooks()
 
     def snapshot(self) -> States:
         """Copy what the program changes in place."""
-        return States(self.module, None)
+        return States(self.module, self.engine)
 
     def results(self, grads: dict[str, Tensor | None]) -> dict[str, Any]:
         """Return what a run has changed, and gradients that it computed, by name."""

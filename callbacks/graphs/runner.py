@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -13,13 +13,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
 from torch._functorch import config as functorch_config
 
 from ...strategies.collectives import Meeting, make_collectives
-from ...strategies.engine import ReplayedStep, rehearsed_backward
 from ...strategies.liveness import Activity
-from .compare import States
 from .fingerprint import names_read
 from .modules import CapturedModule, find_modules
 from .optimizer import CapturedOptimizer
@@ -63,31 +60,13 @@ class Step(Program):
     def stop(self) -> None:
         """Run eagerly from now on."""
         super().stop()
-        if self.fit.engine is not None:
-            self.fit.engine.expect_graphs(False)
+        if self.engine is not None:
+            self.engine.expect_graphs(False)
 
-    def differentiate(
-        self, roots: list[Tensor], grads: list[Tensor], sources: dict[str, Tensor], keep: bool
-    ) -> dict[str, Tensor | None]:
-        """Return gradients of ``sources``; with `zero3` they are added to the engine's instead."""
-        if self.fit.engine is None:
-            return super().differentiate(roots, grads, sources, keep)
-        torch.autograd.backward(roots, grads, retain_graph=keep)
-        return {}
-
-    def around_backward(self) -> AbstractContextManager[Any]:
-        """Return a context for a backward inside of the forward."""
-        engine = self.fit.engine
-        return super().around_backward() if engine is None else rehearsed_backward(engine)
-
-    def make_books(self) -> Any:
-        """Return what keeps the books around captures and replays."""
-        engine = self.fit.engine
-        return super().make_books() if engine is None else ReplayedStep(engine)
-
-    def snapshot(self) -> States:
-        """Copy what the step changes in place."""
-        return States(self.module, self.fit.engine)
+    @property
+    def engine(self) -> Any:
+        """The engine of `zero3`, to whose gradients the step adds."""
+        return self.fit.engine
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Take the place of ``training_step``."""
@@ -277,6 +256,7 @@ def check_run(trainer: Trainer, is_step: bool) -> list[str]:
         is_step: whether the whole step is captured, and not single modules.
     """
     strategy, module = trainer.strategy, trainer.lightning_module
+    engine = getattr(strategy, "engine", None)
     is_zero3 = getattr(strategy, "strategy_name", "") == "zero3"
     settings = [os.environ.get(f"PYTORCH_{n}_CONF", "") for n in ("CUDA_ALLOC", "ALLOC")]
     is_expandable = any("expandable_segments:True" in setting for setting in settings)
@@ -284,6 +264,8 @@ def check_run(trainer: Trainer, is_step: bool) -> list[str]:
     reasons = {
         f"The strategy {type(strategy).__name__} is not known to work. Use one device, `ddp` or"
         " `zero3`.": not (is_zero3 or isinstance(strategy, SingleDeviceStrategy | DDPStrategy)),
+        "`offload` and `activations` wait for the host, which a captured step cannot. Leave out one"
+        " of the two.": engine is not None and (engine.host or engine.activations) is not None,
         "`Zero3Strategy(debug=True)` looks at values on the host.": getattr(
             strategy, "_debug", False
         ),
