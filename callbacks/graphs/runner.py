@@ -236,15 +236,16 @@ class Runner(Fit):
         return {"pool": self.graphs.pool_nbytes(), "inputs": self.input_nbytes}
 
     def summary(self) -> str:
-        """Return one line about the run."""
-        sizes = ", ".join(f"{n} {size / 2**20:.1f} MiB" for n, size in self.memory_bytes().items())
+        """Return some lines about the run."""
+        sizes = [f"{n} {size / 2**20:.1f} MiB" for n, size in self.memory_bytes().items()]
         if self.step is None:
             counts = ", ".join(f"{part.name} {part.replays} times" for part in self.parts)
-            return f"CUDAGraphStep: replayed {counts or 'nothing'}; {sizes}"
+            return f"CUDAGraphStep: replayed {counts or 'nothing'}\n  memory: {', '.join(sizes)}"
         step = self.step
+        shapes = f"{len(step.graphs)} shape{'s' * (len(step.graphs) != 1)}"
         return (
-            f"CUDAGraphStep: {step.replays} of {step.steps} micro-batches replayed,"
-            f" {step.verified} verified, {len(step.graphs)} shapes captured; {sizes}"
+            f"CUDAGraphStep: {step.replays} of {step.steps} micro-batches replayed, of {shapes}"
+            f"\n  {step.verified} verified; memory: {', '.join(sizes)}"
         )
 
 

@@ -375,6 +375,8 @@ class Zero3Engine:
                 entry.seen = entry.parameter._version
 
     def _warn_of_kept_views(self, changed: list[Entry]) -> None:
+        if self.arena.is_captured:  # graphs hold views themselves
+            return
         units = {entry.unit for entry in changed}
         for unit in self.arena.kept:
             is_ours = unit.index in units and unit.phase is not Phase.IN_USE

@@ -45,7 +45,7 @@ if __name__ == "__main__":
         module.example_input_array = torch.ones(2, 4)
         module.forward = module.net.forward
         callbacks = [AllocatorConfig(expandable_segments=True), CUDABackendConfig(tf32_matmul=True),
-                     CUDAMemoryTracker(report="memory.html"), StepTimer(), ModelExport(every="end"), CUDAGraphStep()]
+                     CUDAMemoryTracker(report="memory.html"), StepTimer(), ModelExport(every="end"), CUDAGraphStep(software=True)]
     runner = pl.Trainer(strategy=sys.argv[1], devices=2, accelerator="cpu", max_epochs=2, callbacks=callbacks)
     data = DataLoader(torch.ones(8, 4), batch_size=2)
     runner.fit(module, data, data)
