@@ -35,6 +35,8 @@ def state_of(value: Any, depth: int = 2) -> Any:
     state of a generator; and the contents of a short list or dict, a namespace or a dataclass. Of
     any other object it is the identity, beside the object, so that no other one gets its address.
     """
+    if isinstance(value, dict) and not value:  # most are hooks
+        return dict
     if is_constant(value):
         return repr(value)
     if isinstance(value, Tensor):
@@ -110,10 +112,7 @@ class Fingerprint:
             mentioned |= names
             names = (names - _INTERNAL) | _ALWAYS
             tables = [(table, names & table.keys()) for table in map(vars, type(each).__mro__)]
-            if type(each).__module__.startswith("torch."):
-                tables.append((vars(each), names & vars(each).keys()))
-            else:  # attributes may be added to it
-                tables.append((vars(each), names))
+            tables.append((vars(each), names))  # those that will be added, too
             tables += [(table, set(table)) for table in (each._parameters, each._buffers)]
             for table, keys in tables:
                 for key in keys:

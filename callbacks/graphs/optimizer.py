@@ -39,8 +39,7 @@ class CapturedOptimizer(Part):
         self._optimizer, self._make_pair = optimizer, fit.graphs.make_pair
         self._graph: CudaGraph | SoftwareGraph | None = None
         self._last_state: dict[str, Any] = {}  # what the last eager step depended on
-        # Parameters, and where the graph reads their gradients.
-        self._gradients: dict[Tensor, Tensor] = {}
+        self._gradients: list[Tensor] = []  # where the graph reads them
         is_cuda = fit.device.type == "cuda"
         for group in optimizer.param_groups:
             option = "capturable" if "capturable" in group and is_cuda else "fused"
@@ -67,7 +66,7 @@ class CapturedOptimizer(Part):
         """Free the graph; the next step is eager."""
         if self._graph is not None:
             self._graph.reset()
-        self._graph, self._last_state, self._gradients = None, {}, {}
+        self._graph, self._last_state, self._gradients = None, {}, []
 
     def _step(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
         result = None if closure is None else closure()
@@ -87,17 +86,14 @@ class CapturedOptimizer(Part):
             update()
             self._last_state = self._state()
             return result
-        groups = optimizer.param_groups
-        found = {p: g for group in groups for p in group["params"] if (g := p.grad) is not None}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        found = [p.grad for p in parameters if p.grad is not None]
         if self._graph is None:
             self._gradients, (graph, _) = found, self._make_pair([])
             with graph.capture():
                 update()
             self._graph = graph
-        moved = [p for p, gradient in found.items() if gradient is not self._gradients[p]]
-        if moved:
-            targets = [self._gradients[p] for p in moved]
-            torch._foreach_copy_(targets, [found[p] for p in moved])
+        torch._foreach_copy_(self._gradients, found)
         self._graph.replay()
         self.replays += 1
         return result

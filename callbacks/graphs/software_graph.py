@@ -127,13 +127,12 @@ def _memory_of(tensor: Tensor) -> int:
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs operations, appends them to ``calls``, and can restore older tensors that they wrote."""
+    """Runs operations, appends them to ``calls``, and can restore tensors that they wrote."""
 
     def __init__(self, calls: list[Any]) -> None:
         super().__init__()
         self._calls = calls
-        self._new_storages: dict[int, torch.UntypedStorage] = {}  # made during the capture
-        # For each older storage that was written: a tensor in it, and a copy of the storage.
+        # For each storage that was written: a tensor in it, and a copy of the storage before.
         self._saved: dict[int, tuple[Tensor, torch.UntypedStorage]] = {}
         self.is_exchanging = False
 
@@ -155,7 +154,6 @@ class _Recorder(TorchDispatchMode):
             for position, tensor in enumerate(tensors_in(result))
             if _memory_of(tensor) not in shared
         ]
-        self._new_storages.update((_memory_of(t), t.untyped_storage()) for _, t in made)
         # Detached, so that the graph holds memory and no autograd history.
         fixed_args, fixed_kwargs = tree_map_only(Tensor, lambda t: t.detach(), (args, kwargs))
 
@@ -178,11 +176,11 @@ class _Recorder(TorchDispatchMode):
     def _save_values(self, written: Sequence[Tensor]) -> None:
         for tensor in written:
             key = _memory_of(tensor)
-            if key not in self._new_storages and key not in self._saved:
+            if key not in self._saved:
                 self._saved[key] = tensor.detach(), tensor.untyped_storage().clone()
 
     def undo(self) -> None:
-        """Restore older tensors."""
+        """Restore what was written."""
         with torch._C.DisableTorchFunctionSubclass():
             # hazard: slots of two units may share memory; reversed, the oldest values win.
             for tensor, values in reversed(self._saved.values()):
