@@ -343,6 +343,18 @@ def lists(self, batch, batch_idx, loss):
     return loss * len([value for value in batch.flatten().tolist() if value > 0])
 
 
+def hooked(self, batch, batch_idx, loss):
+    return loss
+
+
+def doubles(parameter):
+    parameter.grad.mul_(2)
+
+
+def hooked_when_it_is_added(self, batch, batch_idx, loss):
+    return loss
+
+
 WAIT = "needs a value, or a size that depends on values"
 CHANGES = "What is logged or returned changes from step to step: "
 DIFFERS = "An eager run and its replay are not the same: "
@@ -400,6 +412,8 @@ CASES = {
     writes_batch: "It writes to its inputs, which a replay would not do again",
     writes_weight: "It writes to parameters, which a replay would not do again",
     no_loss: "`training_step` returned no loss",
+    hooked: r"layer\.weight has a hook, which would run twice",
+    hooked_when_it_is_added: None,  # which happens outside of the graph
     epoch_number: None,  # captured anew in each epoch
     logged_metric: None,
     clock: None,
@@ -426,6 +440,10 @@ def run(line, *callbacks, **options):
     GENERATOR.bit_generator.state = np.random.default_rng(0).bit_generator.state
     module = Small(line)
     module.noise = torch.Generator(recorded.DEVICE)
+    if line is hooked:
+        module.layer.weight.register_hook(lambda gradient: gradient * 2)
+    if line is hooked_when_it_is_added:
+        module.layer.weight.register_post_accumulate_grad_hook(doubles)
     if line is counts_in_closure:
         module.on_train_start = lambda: setattr(module.trainer, "count", counter())
     fitter = train(module, *callbacks, max_epochs=5, **options)
