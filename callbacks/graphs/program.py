@@ -489,7 +489,7 @@ class Program(Part):
             torch.autograd.backward(roots, grads, retain_graph=keep)
             return {}
         for name, source in sources.items():
-            if keep and source._backward_hooks:
+            if source._backward_hooks:
                 raise RuntimeError(f"{name} has a hook, which would run twice.")
         found = torch.autograd.grad(
             roots, list(sources.values()), grads, retain_graph=keep, allow_unused=True

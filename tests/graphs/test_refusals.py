@@ -343,6 +343,10 @@ def lists(self, batch, batch_idx, loss):
     return loss * len([value for value in batch.flatten().tolist() if value > 0])
 
 
+def returns_loss(self, batch, batch_idx, loss):
+    return loss
+
+
 def hooked(self, batch, batch_idx, loss):
     return loss
 
@@ -472,6 +476,19 @@ def test_whatever_a_step_does_training_is_as_eager(line):
         assert text.startswith("CUDAGraphStep: the training step cannot be captured:")
         assert re.search(message, text, re.DOTALL), text
         assert callback.replays <= (6 if line is step_number else 2)
+
+
+class HooksLate(Callback):
+    """When the step has been watched, and before it is captured."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 3:
+            pl_module.layer.weight.register_hook(lambda gradient: gradient * 2)
+
+
+def test_a_hook_that_nobody_has_seen_before_the_capture_is_an_error():
+    with pytest.raises(RuntimeError, match="capturing the backward of the training step failed"):
+        run(returns_loss, Counting(software=True), HooksLate())
 
 
 class Ends(CUDAGraphStep):
