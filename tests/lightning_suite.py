@@ -129,7 +129,9 @@ def run(folder, tests, checkout, ranks, strategy, left_out):
     command += ["-p", "lightning_suite", "-p", "no:cacheprovider"]
     command += [f"--timeout={TIMEOUT_S}", "--timeout-method=thread", str(folder)]
     command += [f"--deselect={test}" for test in left_out]
-    subprocess.run(command, cwd=checkout / "tests", env=environ, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=checkout / "tests", env=environ, capture_output=True, text=True
+    )
     outcomes, is_finished = {}, False
     for path in Path(tests).glob("events.*"):
         mine = {}
@@ -141,6 +143,8 @@ def run(folder, tests, checkout, ranks, strategy, left_out):
         for test, outcome in mine.items():
             if outcomes.get(test, "passed") in ("passed", "skipped"):
                 outcomes[test] = outcome
+    if not outcomes and not left_out and (lost := re.search(r"\w+Error: .*", done.stdout)):
+        outcomes[str(folder)] = f"is not imported: {lost[0]}"
     return outcomes, is_finished or not outcomes
 
 
