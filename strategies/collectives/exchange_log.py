@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # a parameter's name; "written", "stored" or "assigned"; the checksum of the values
 NamedChecksum = tuple[str, str, int]
@@ -146,16 +146,15 @@ def checksum(values: Tensor) -> Tensor:
 
     The device computes it, in chunks.
     """
-    flat = values.detach().resolve_conj().resolve_neg().reshape(-1)
-    padded = torch.zeros(-(-flat.nbytes // 8), dtype=torch.int64, device=flat.device)
-    padded.view(torch.uint8)[: flat.nbytes].copy_(flat.contiguous().view(torch.uint8))
+    raw = values.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+    padded = nn.functional.pad(raw, (0, -len(raw) % 8)).view(torch.int64)
     # All products and sums here wrap around at 64 bits, on purpose.
     count = min(len(padded), _CHUNK_WORDS)
-    places = torch.arange(1, count + 1, device=flat.device) * 0x1E3779B97F4A7C15
+    places = torch.arange(1, count + 1, device=raw.device) * 0x1E3779B97F4A7C15
     # Weights are not linear in the place, so that the words 1 and 4 give another sum than 2 and 3.
     # They are odd, so that a product loses no bit of a word.
     weights = (places ^ (places >> 31)) * 0x3F58476D1CE4E5B9 | 1
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    total = torch.zeros((), dtype=torch.int64, device=raw.device)
     for chunk in padded.split(_CHUNK_WORDS):
         total = fold((chunk * weights[: len(chunk)]).sum(), total)
     return total

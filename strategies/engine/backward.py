@@ -51,8 +51,7 @@ class Backward:
         self.coming: deque[int] = deque()
         self.in_step = False  # of the model, for the end of which buffers wait
         self.active = False  # a pass has begun and not ended
-        # all ranks end one, whatever this one has to differentiate; and have
-        self.opened = self._ended = False
+        self._ended = False  # one has, since all ranks expected one
         self._run: Callable[[], _Pass | None] | None = None  # what autograd's run holds
         # what other ranks lack of rank 0's buffers, as all ranks agreed, while graphs may need them
         # as saved
@@ -107,17 +106,11 @@ class Backward:
     @contextmanager
     def expected(self) -> Iterator[None]:
         """Around what differentiates losses; collective at exit, on ranks that had none, too."""
-        if self.opened:
-            yield
-            return
-        self.opened, self._ended = True, False
+        self._ended = False
         self._adopt_values()
-        try:
-            yield
-            if self.active or not self._ended:
-                self.end()
-        finally:
-            self.opened = False
+        yield
+        if self.active or not self._ended:
+            self.end()
 
     def begin(self, silent: bool = False) -> None:
         """The first gradient is there; ``silent``: not on this rank."""

@@ -80,7 +80,7 @@ def build_units(
         if offload is not None:
             budget -= sum(map(offload.cost, chunks))
             if budget < 0:
-                chunks = [offload.place(chunk, part.name) for chunk in chunks]
+                chunks = [offload.place(chunk) for chunk in chunks]
         kind = WholeUnit if collectives.alone else CheckedUnit if debug else Unit
         units.append(kind(index, part, chunks))
     end = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -303,16 +303,11 @@ class Zero3Engine:
         self._saved.leave(None)
         for unit in self.units:
             unit.spread = None
-        lost: list[ResidencyError] = []
-        for unit in tuple(self.arena.in_use):
-            try:
-                unit.abandon()
-            except ResidencyError as error:  # a change in place that cannot be stored
-                lost.append(error)
-        self.passes.abandon()
-        self.collectives.exchange_log.suspend_trace()
-        if lost:
-            raise lost[0]
+        with ExitStack() as stack:  # from below, also if a change in place cannot be stored
+            stack.callback(self.collectives.exchange_log.suspend_trace)
+            stack.callback(self.passes.abandon)
+            for unit in self.arena.in_use:
+                stack.callback(unit.abandon)
 
     # ----------------------------------------------------------------------------------- optimizers
 

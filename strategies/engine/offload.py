@@ -54,14 +54,12 @@ class Offload:
         """Bytes of model state on the device if ``chunk`` stays there."""
         return chunk.layout.shard_numel * chunk.master_dtype.itemsize * (4 if chunk.trained else 1)
 
-    def place(self, chunk: Chunk, unit: str) -> Chunk:
-        """``chunk`` of ``unit``, in host memory if it belongs there."""
+    def place(self, chunk: Chunk) -> Chunk:
+        """``chunk``, in host memory if it belongs there."""
         if self.kind == "optimizer" and not chunk.trained:
             return chunk
         dtypes = chunk.dtype, chunk.wire_dtype, chunk.master_dtype
-        placed = HostChunk(chunk.entries, chunk.layout, *dtypes)
-        placed.unit = unit
-        return placed
+        return HostChunk(chunk.entries, chunk.layout, *dtypes)
 
 
 def parse_offload(value: str | None) -> Offload | None:
@@ -228,7 +226,6 @@ class HostChunk(Chunk):
 
     host: Host
     streams: tuple[Stream, Stream]  # of unshards, and of reductions
-    unit = ""  # its name
     _ticket: Future[None] | None = None  # what the worker has to do
     _read: Any = None  # the end of the last copy from its memory
     _rounded: Tensor | None = None  # [shard] the values in the dtype that is sent, if another
@@ -317,7 +314,8 @@ class HostChunk(Chunk):
                     work()
             except Exception as error:
                 raise RuntimeError(
-                    f"Offload: the host's work on unit {self.unit} failed"
+                    "Offload: the host's work on parameter"
+                    f" {self.entries[0].value.label} and its neighbours failed"
                     f" ({type(error).__name__}: {error})."
                 ) from error
 
