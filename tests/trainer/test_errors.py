@@ -177,7 +177,7 @@ CASES = {
         ForeignParameter,
         {},
         {},
-        ["Optimizer 0 (SGD) holds a tensor of shape (3, 2)", "not a parameter of ForeignParameter"],
+        ["SGD holds a tensor of shape (3, 2)", "not a parameter of ForeignParameter"],
     ),
     "copied parameters": (
         CopiedParameters,
