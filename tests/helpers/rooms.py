@@ -38,13 +38,13 @@ ROOMS = [
         packages="torch numpy",
         tokens=1_231,
     ),
-    Room("strategies/collectives", "every exchange between ranks", tokens=5_891),
+    Room("strategies/collectives", "every exchange between ranks", tokens=5_875),
     Room(
         "strategies/engine",
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=34_423,
+        tokens=34_367,
     ),
     Room(
         "strategies/state_dicts",
@@ -166,7 +166,7 @@ ROOMS = [
         "the training step as CUDA graphs",
         "strategies/support strategies/collectives strategies/engine strategies/liveness",
         f"{_LIGHTNING} torchmetrics lightning_utilities",
-        tokens=12_889,
+        tokens=12_632,
     ),
     Room(
         "callbacks/cuda_backend",
