@@ -19,9 +19,10 @@ _LOST = ("_init_weights", "init_weights", "initialize_weights")
 class Initializer:
     """Gives parameters and buffers on the meta device memory, and the values of their modules.
 
-    A layer is initialised by its ``reset_parameters()``, and then by ``_init_weights(layer)`` of
-    the nearest module around it that has this method, as Hugging Face's models and others of their
-    kind do it in their constructors, where it is lost on the meta device.
+    A layer is initialised by its ``reset_parameters()``, or by ``_reset_parameters()`` as torch
+    calls it in attention and transformers, and then by ``_init_weights(layer)`` of the nearest
+    module around it that has this method, as Hugging Face's models and others of their kind do it
+    in their constructors, where it is lost on the meta device.
 
     Args:
         model: the whole model.
@@ -36,9 +37,11 @@ class Initializer:
         for module in model.modules():
             for child in module.children():
                 self._parents.setdefault(child, module)
-        self._children_first = list(model.modules())[::-1]
-        for module in self._children_first:
-            self._owners.update({id(p): module for p in module._parameters.values()})
+            for p in module._parameters.values():
+                self._owners.setdefault(id(p), module)
+        # as constructors run: those inside before those around, and in the order of their names
+        self._children_first: dict[nn.Module, None] = {}
+        model.apply(self._children_first.setdefault)
 
     def fill_buffers(self, model: nn.Module) -> None:
         """Initialise running statistics of norm layers, and other buffers by ``_init_weights``;
@@ -90,13 +93,17 @@ class Initializer:
                 waiting[self._owners[id(p)]] = None
                 self._require_no_adapter(name, self._owners[id(p)])
             torch.utils.swap_tensors(p, nn.Parameter(value, requires_grad=p.requires_grad))
-        here = {id(p) for _, p in named}
+        chosen = self._with_parents(waiting, {id(p) for _, p in unset})
         for module in waiting:
-            self._warn_of_lost_code(module)
-            if hasattr(module, "reset_parameters"):
+            self._warn_of_lost_code(module, chosen)
+        for module in filter(chosen.__contains__, self._children_first):
+            if module in waiting and hasattr(module, "reset_parameters"):
                 cast(Any, module).reset_parameters()
-        # children first, as `apply` does; some models initialise layers from the module around them
-        chosen = self._with_parents(waiting, here)
+            elif _has_private_reset(module):
+                with torch.no_grad():
+                    cast(Any, module)._reset_parameters()
+        # some models initialise layers from the module around them
+        chosen = self._with_parents(waiting, {id(p) for _, p in named})
         for module in filter(chosen.__contains__, self._children_first):
             around = self._around(module)
             if around is not None:
@@ -144,12 +151,18 @@ class Initializer:
             yield around
             around = self._parents.get(around)
 
-    def _warn_of_lost_code(self, module: nn.Module) -> None:
-        """Warn once of each class whose constructor may have called code that initialises."""
+    def _warn_of_lost_code(self, module: nn.Module, called: Container[nn.Module]) -> None:
+        """Warn once of each class whose constructor may have called code that initialises.
+
+        That is also a ``_reset_parameters()`` of a module that is not one of ``called``, since it
+        has parameters in other units.
+        """
         if self._around(module) is not None:
             return
         for around in self._upwards(module):
             name = next((n for n in _LOST if hasattr(type(around), n)), None)
+            if around not in called and _has_private_reset(around):
+                name = "_reset_parameters"
             if name is not None and type(around) not in self._told:
                 self._told.add(type(around))
                 warnings.warn(
@@ -174,6 +187,10 @@ def _takes_layer(method: object) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def _has_private_reset(module: nn.Module) -> bool:
+    return hasattr(module, "_reset_parameters") and not hasattr(module, "reset_parameters")
 
 
 def _unset(tensor: Tensor) -> Tensor:

@@ -126,6 +126,40 @@ def test_a_parameter_that_nothing_initialises_is_refused():
         _engine(model)
 
 
+TORCH_S = {  # layers of torch's that have a `_reset_parameters`, or layers that do
+    "attention": lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True),
+    "widths": lambda: nn.MultiheadAttention(8, 2, bias=False, kdim=4, vdim=6),
+    "encoder": lambda: nn.TransformerEncoderLayer(8, 2, 16),
+    "decoder": lambda: nn.TransformerDecoderLayer(8, 2, 16),
+    "both": lambda: nn.Transformer(8, 2, 1, 1, 16),  # it initialises layers of its layers anew
+}
+
+
+@pytest.mark.parametrize("make", TORCH_S.values(), ids=TORCH_S.keys())
+def test_layers_of_torch_begin_with_the_values_of_their_constructors(make):
+    torch.manual_seed(5)
+    expected = dict(nn.ModuleDict({"one": nn.Linear(3, 3), "two": make()}).named_parameters())
+    with torch.device("meta"):
+        model = nn.ModuleDict({"one": nn.Linear(3, 3), "two": make()})
+    torch.manual_seed(5)
+    Initializer(model).fill(model.named_parameters())  # one unit
+    values = dict(model.named_parameters())
+    assert values.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(values[name], value), name
+
+
+def test_an_initialisation_across_units_is_said_to_be_lost():
+    with torch.device("meta"):
+        model = nn.ModuleDict({"net": TORCH_S["both"]()})
+    with pytest.warns(UserWarning) as told:
+        _engine(model)
+    # its attentions are in the unit of what stands alone, apart from their `out_proj`
+    lost = ["MultiheadAttention", "Transformer"]
+    found = sorted(str(each.message).partition(" for layers")[0] for each in told)
+    assert found == [f"{name}._reset_parameters is not called" for name in lost]
+
+
 # ---- `_init_weights` ---------------------------------------------------------------------------
 
 
