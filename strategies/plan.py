@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import traceback
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,8 @@ from .engine.build import build_units, trained_parameters
 from .engine.offload import Host, parse_size
 from .engine.reduction import reduce_layout
 from .engine.unit import arena_layout
+from .liveness.heartbeats import first_line
+from .liveness.watchdog import user_line
 from .optimizers.classify import Stepping, find_stepping
 from .optimizers.trial import train_copy
 
@@ -76,6 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
     """
     is_config = "".join(arguments.script[:1]).endswith(".yaml")
     script = ["-c", _CLI, "fit", "--config"] if is_config else []
+    print(
+        f"plan: running {''.join(arguments.script[:1])} up to its training; a model that"
+        " is made on the CPU takes its memory here.",
+        file=sys.stderr,
+    )
     environment = {**os.environ, PLAN: json.dumps(vars(arguments))}
     code = subprocess.run([sys.executable, *script, *arguments.script], env=environment).returncode
     if code == 0:
@@ -101,8 +109,8 @@ def show_plan(
         gradients_stay: whether gradients are there in the next forward.
 
     Raises:
-        SystemExit: always; its code is 1 if something does not fit, 2 if activations could not be
-            counted, else `_TOLD`.
+        SystemExit: always; with a limit its code is 2 if activations could not be counted, 1 if
+            something does not fit; else it is `_TOLD`.
     """
     asked = json.loads(os.environ[PLAN])
     ranks = asked["devices"] * asked["nodes"]
@@ -129,7 +137,10 @@ def show_plan(
     try:
         activations = _count_activations(trainer, dtypes)
     except Exception as error:
-        comment = f", without activations ({type(error).__name__}: {str(error).splitlines()[0]})"
+        frames = traceback.walk_tb(error.__traceback__)
+        lines = [line for frame, at in frames if (line := user_line(frame, at))]
+        place = "".join(f", at {line}" for line in lines[-1:])
+        comment = f", without activations ({first_line(error)}{place})"
     lacks, moves = {}, options["activations"]
     has_limit = bool(asked["device_memory"] or asked["host_memory"])
     for kind, (_, state) in plans.items():
@@ -163,11 +174,16 @@ def show_plan(
         its_lack = lacks[options["offload"]]
         if its_lack:
             missing = [f"{place} lacks {size_text(n)}" for place, n in its_lack.items()]
-            print(f"It does not fit: the {', and the '.join(missing)}.")
+            if comment:
+                print("Activations could not be counted. State alone does not fit:", end=" ")
+            else:
+                print("It does not fit:", end=" ")
+            print(f"the {', and the '.join(missing)}.")
             for kind, (_, state) in plans.items():
                 if kind is not None and kind is not options["offload"]:
                     on_host = size_text(state["host"] * asked["devices"])
-                    verdict = "not enough" if lacks[kind] else "it would fit"
+                    fits = "state alone would fit" if comment else "it would fit"
+                    verdict = "not enough" if lacks[kind] else fits
                     on_device = size_text(state["most in a step"])
                     print(
                         f"  offload={kind.kind!r}: {on_device} on a device,"
@@ -183,7 +199,7 @@ def show_plan(
             print("State alone fits. Activations could not be counted, so all may not fit.")
         elif has_limit:
             print("It fits, without the CUDA context, NCCL's buffers and fragmentation.")
-    raise SystemExit(1 if lacks[options["offload"]] else 2 if has_limit and comment else _TOLD)
+    raise SystemExit(2 if has_limit and comment else 1 if lacks[options["offload"]] else _TOLD)
 
 
 def size_text(nbytes: int) -> str:

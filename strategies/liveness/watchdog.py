@@ -55,7 +55,7 @@ _COMMUNICATORS = tuple(module.__file__ for module in (process_group, shared_memo
 _CONNECTION_WORDS = ("gloo", "connection", "nccl", "socket", "broken pipe", "timed out", "timeout")
 
 
-def _line(frame: FrameType, number: int) -> str:
+def user_line(frame: FrameType, number: int) -> str:
     """Describe a line of the user's; empty if the frame is not of the user's code."""
     file = frame.f_code.co_filename
     return "" if file.startswith(_NOT_USER_CODE) else f"{file}:{number} in {frame.f_code.co_name}"
@@ -162,7 +162,7 @@ class Watch:
                     " after that differs.\nDecide alike on all ranks: `trainer.should_stop ="
                     " trainer.strategy.reduce_boolean_decision(stop, all=False)`."
                 )
-            lines = [_line(frame, at) for frame, at in traceback.walk_tb(error.__traceback__)]
+            lines = [user_line(frame, at) for frame, at in traceback.walk_tb(error.__traceback__)]
             here = [f"\nRank {self._rank} is at {line}." for line in lines if line][-1:]
             error.args = ("".join([f"In {self.position.place().moment}: {difference}", *here]),)
         elif _is_connection_error(error) and (cause := self._wait_for_cause()):
@@ -318,7 +318,7 @@ class Watch:
                 waits = ELSEWHERE
             elif file in _COMMUNICATORS and (not waits or frame.f_code.co_name == "agree"):
                 waits = ENGINE
-            if line := _line(frame, frame.f_lineno):
+            if line := user_line(frame, frame.f_lineno):
                 return waits, line
             frame = frame.f_back
         return waits, ""

@@ -111,7 +111,7 @@ ROOMS = [
     Room(
         "strategies/plan",
         "what a run will need, before it starts",
-        "strategies/engine strategies/optimizers",
+        "strategies/engine strategies/optimizers strategies/liveness",
         _LIGHTNING,
         tokens=2_942,
     ),

@@ -115,7 +115,12 @@ def test_a_configuration(tell, tmp_path):
 def test_a_step_that_asks_for_values(tell):
     code, text = tell("--devices", "2", "--device-memory", "1GiB", "train.py", "--asks")
     assert code == 2 and "without activations (DataDependentOutputException" in text
+    line = 1 + SCRIPT.splitlines().index("        return loss if loss.item() > 0 else None")
+    assert f"train.py:{line} in training_step)" in text.splitlines()[0]
     assert "State alone fits" in text and "It fits" not in text
+    code, text = tell("--devices", "8", "--device-memory", "14MiB", "train.py", "--asks")
+    assert code == 2 and "State alone does not fit: the device lacks " in text
+    assert "it would fit" not in text and "state alone would fit" in text
 
 
 def test_its_words_are_those_of_the_memory_tracker():
@@ -129,5 +134,7 @@ def test_a_script_that_never_trains(tmp_path, capfd):
     arguments = argparse.Namespace(script=[str(tmp_path / "idle.py"), "--later"], devices=2)
     assert run(arguments) == 2
     said = capfd.readouterr()
-    assert said.out == "idle\n" and said.err.startswith("There is no plan: ")
-    assert "idle.py --later has ended, and did not" in said.err
+    running, *lines = said.err.splitlines()
+    assert running.startswith("plan: running ") and "idle.py up to its training; a model" in running
+    assert said.out == "idle\n" and lines[0].startswith("There is no plan: ")
+    assert "idle.py --later has ended, and did not" in lines[0]
