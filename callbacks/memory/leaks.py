@@ -17,9 +17,11 @@ _OURS = {
     "Entry": "zero3's shards",
     "SharedMemoryCollectives": "zero3's exchange between ranks",
 }
+_OUTSIDE = "something outside Python, such as an autograd graph"
 _LARGEST_KINDS = 5  # kinds of tensors in a message, the gravest first
 _MOST_REFERENCES = 5  # references from a tensor up to a name
-TensorKind = tuple[str, tuple[int, ...], bool]  # (dtype, shape, has an autograd graph)
+# (dtype, shape, has an autograd graph, bytes of the storage, which a view keeps alive as a whole)
+TensorKind = tuple[str, tuple[int, ...], bool, int]
 
 
 @dataclass
@@ -80,15 +82,17 @@ class Growth:
 
     kind: TensorKind
     more: int  # number of new tensors
-    size: int  # bytes of all new tensors
+    size: int  # bytes that all new tensors keep alive, a storage of several counted once
+    is_view: bool  # whether they keep more than their own elements
     holder: str
 
     def __str__(self) -> str:
-        dtype, shape, has_graph = self.kind
+        dtype, shape, has_graph, storage = self.kind
+        view = f"; a view that keeps {storage / MIB:.1f} MiB: use .clone()" if self.is_view else ""
         graph = "; each keeps an autograd graph alive, use .detach()" if has_graph else ""
         return (
             f"{self.more} more {dtype}{list(shape)} ({self.size / MIB:.1f} MiB), held by"
-            f" {self.holder}{graph}"
+            f" {self.holder}{view}{graph}"
         )
 
 
@@ -120,21 +124,33 @@ def take_census(device_type: str) -> Counter[TensorKind]:
 
 
 def find_grown(before: Counter[TensorKind], device_type: str, module: nn.Module) -> list[Growth]:
-    """Find the kinds that grew since `before`, the gravest first, each with one tensor's holder."""
-    examples = dict(_find_tensors(device_type))  # of each kind the last one made, as a rule
-    now = take_census(device_type)
+    """Find the kinds that grew since `before`, most bytes first, each with one tensor's holder."""
+    examples: dict[TensorKind, Tensor] = {}  # of each kind the last one made, as a rule
+    storages: dict[TensorKind, set[int]] = {}
+    now: Counter[TensorKind] = Counter()
+    for kind, item in _find_tensors(device_type):
+        examples[kind] = item
+        storages.setdefault(kind, set()).add(_storage(item)[0])
+        now[kind] += 1
     grown = []
     for kind, more in (now - before).items():
-        size = examples[kind].numel() * examples[kind].element_size() * more
-        grown.append((kind[2], size, more, kind))
-    # Graphs come before sizes, as a scalar with a graph may hold everything.
-    grown.sort(reverse=True)
-    least = max((size for _, size, _, _ in grown), default=0) // 100
-    return [
+        size = min(more, len(storages[kind])) * kind[3]
+        is_view = size > examples[kind].numel() * examples[kind].element_size() * more
+        grown.append((kind[2], size, more, kind, is_view))
+    # Graphs are never left out for their sizes, as a scalar with a graph may hold everything.
+    least = max((size for _, size, *_ in grown), default=0) // 100
+    grown = sorted((each for each in grown if each[0] or each[1] >= least), reverse=True)
+    found = [
         # `pop`, so that nothing but its holder refers to the tensor.
-        Growth(kind, more, size, name_holder(examples.pop(kind), module))
-        for has_graph, size, more, kind in grown[:_LARGEST_KINDS]
-        if has_graph or size >= least
+        Growth(kind, more, size, is_view, name_holder(examples.pop(kind), module))
+        for _, size, more, kind, is_view in sorted(
+            grown[:_LARGEST_KINDS], key=lambda each: each[1], reverse=True
+        )
+    ]
+    # What a view is of lives on with it, and is no leak of its own.
+    named = {s for each in found if each.holder != _OUTSIDE for s in storages[each.kind]}
+    return [
+        each for each in found if each.holder != _OUTSIDE or named.isdisjoint(storages[each.kind])
     ]
 
 
@@ -171,9 +187,19 @@ def _find_tensors(device_type: str) -> list[tuple[TensorKind, Tensor]]:
                 str(item.dtype).removeprefix("torch."),
                 tuple(item.shape),
                 item.grad_fn is not None,
+                _storage(item)[1],
             )
             found.append((kind, item))
     return found
+
+
+def _storage(item: Tensor) -> tuple[int, int]:
+    """Return (address, bytes) of what holds a tensor's elements."""
+    try:
+        storage = item.untyped_storage()
+        return storage._cdata, storage.nbytes()
+    except (NotImplementedError, RuntimeError):  # sparse, and other tensors without a storage
+        return id(item), item.numel() * item.element_size()
 
 
 def _find_holder(item: Any, module: nn.Module) -> tuple[Any, str]:
@@ -197,7 +223,7 @@ def _find_holder(item: Any, module: nn.Module) -> tuple[Any, str]:
             classes = [each for each in gc.get_referrers(holder) if isinstance(each, type)]
             if classes:
                 return None, f"{classes[0].__qualname__}.{key}"
-        return holder, f"[{key!r}]"
+        return holder, f"[{key!r}]" if _is_field(holder, key) else "[...]"
     for holder in holders:
         if type(holder) in (list, tuple, set, deque):
             return holder, "[...]"
@@ -215,7 +241,7 @@ def _find_holder(item: Any, module: nn.Module) -> tuple[Any, str]:
         key = _key_of(getattr(holder, "__dict__", {}), item)
         owner = owners.get(id(getattr(holder, "__dict__", None)), type(holder).__name__)
         return None, f"{owner}.{key}" if key is not None else f"a {type(holder).__name__}"
-    return None, "something outside Python, such as an autograd graph"
+    return None, _OUTSIDE
 
 
 def _key_of(holder: dict[Any, Any], item: Any) -> Any:
@@ -227,6 +253,17 @@ def _key_of(holder: dict[Any, Any], item: Any) -> Any:
         if value is item:
             return key
     return None
+
+
+def _is_field(holder: dict[Any, Any], key: Any) -> bool:
+    """Say whether a key of a dict has a meaning of its own, rather than being one of many."""
+    value = holder[key]
+    if not isinstance(key, str):
+        return len(holder) == 1
+    if not isinstance(value, Tensor):
+        return True
+    shapes = [each.shape for each in list(holder.values()) if isinstance(each, Tensor)]
+    return shapes.count(value.shape) == 1
 
 
 def _is_own_frame(holder: Any) -> bool:

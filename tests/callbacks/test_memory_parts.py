@@ -134,12 +134,29 @@ def test_the_grown_tensors_are_named_with_their_holder():
     GLOBAL_CACHE.append(torch.ones(999))
     lines = [str(grown) for grown in find_grown(before, "cpu", module)]
     GLOBAL_CACHE.clear()
+    assert lines[0] == "3 more float32[1000, 7] (0.1 MiB), held by inner.cache[...]"
     assert (
         "4 more float32[] (0.0 MiB), held by Keeper.table['losses'][...]; each keeps an autograd"
-        " graph" in lines[0]
+        " graph" in lines[-1]
     )
-    assert "3 more float32[1000, 7] (0.1 MiB), held by inner.cache[...]" in lines
     assert any("1 more float32[999]" in line and "GLOBAL_CACHE" in line for line in lines)
+
+
+def test_a_view_counts_with_all_that_it_keeps_and_a_storage_once():
+    module = Keeper()
+    gc.collect()
+    before = take_census("cpu")
+    for step in range(0, 20, 5):  # each is a view of 1 MiB, of 8
+        module.table[step] = torch.zeros(8, 512, 513)[0]
+    module.inner.cache.extend(torch.zeros(3 * MIB).chunk(6))  # 2 MiB each, of one storage
+    module.names = {f"step {step}": torch.zeros(MIB) for step in range(2)}
+    lines = [str(grown) for grown in find_grown(before, "cpu", module)]
+    assert lines == [
+        "4 more float32[512, 513] (32.1 MiB), held by Keeper.table[...];"
+        " a view that keeps 8.0 MiB: use .clone()",
+        "6 more float32[524288] (12.0 MiB), held by inner.cache[...]",
+        "2 more float32[1048576] (8.0 MiB), held by Keeper.names[...]",
+    ]
 
 
 class Leaky:
@@ -459,5 +476,5 @@ def test_leak_census_ignores_parameters():
     model = BoringModel()
     before = take_census("cpu")
     model.extra = nn.Linear(300, 300)
-    assert not any(shape == (300, 300) for _, shape, _ in take_census("cpu") - before)
+    assert not any(shape == (300, 300) for _, shape, _, _ in take_census("cpu") - before)
     assert leaks.MIB == MIB
