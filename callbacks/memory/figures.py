@@ -39,7 +39,9 @@ KEYS: Mapping[str, str] = {
     "memory/process_gib": (
         "GiB: without CUDA, what the process had before training: the interpreter, libraries, data"
     ),
-    "memory/activations_gib": "GiB: the rest of the peak",
+    "memory/activations_gib": (
+        "GiB: the rest of the peak: activations, and all that no other key has, such as a leak"
+    ),
 }
 # Over several ranks every key has the highest rank's value; these also have /min, /mean and
 # /max_rank.
@@ -53,9 +55,10 @@ CUDA_ALLOCATOR_KEYS = (
 )
 
 
+REST = "activations: the rest of the peak, with all that has no row, such as a leak"
 WORDS = (
     "inactive: reserved, in blocks that are partly used; fragmentation: unused share of what is"
-    " reserved;\noutside: not torch's; reduce buffer: gradients on their way; activations: the rest"
+    f" reserved;\noutside: not torch's; reduce buffer: gradients on their way;\n{REST}"
 )
 
 

@@ -20,6 +20,7 @@ from .figures import (
     CUDA_ALLOCATOR_KEYS,
     GIB,
     KEYS,
+    REST,
     WORDS,
     History,
     StepRecord,
@@ -167,7 +168,7 @@ class Recording:
         }
         title = f"{self.title}; peaks by phase from {self.meter.close_steps} of them"
         table = render_table(title, rows, self.gatherer.world_size)
-        return f"{table}\n{WORDS}" if is_cuda else table
+        return f"{table}\n{WORDS if is_cuda else REST}"
 
     def report(
         self, trainer: Trainer, module: LightningModule, names: list[str], gathered: Tensor
