@@ -207,6 +207,7 @@ class ProcessStrategy(ParallelStrategy):
         self._timer: CollectiveTimer | None = None
         self._start_timeout = start_timeout
         self._signals: AgreedSignals | None = None
+        self._reduced = torch.get_default_dtype()  # of the last real numbers
         self.world: World | None = None  # this process's record, from `setup_environment` on
 
     @property
@@ -378,10 +379,13 @@ class ProcessStrategy(ParallelStrategy):
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
-        if reduce_op in (None, "mean", "avg") and not tensor.is_floating_point():
+        if tensor.is_floating_point():
+            self._reduced = tensor.dtype
+        elif reduce_op in (None, "mean", "avg"):
             # Lightning's `_sync_ddp` would divide in integers, but a metric's batch sizes differ
-            # on uneven ranks. The quotient of a metric and this has the metric's dtype.
-            tensor = tensor.to(torch.get_default_dtype())
+            # on uneven ranks. `_ResultMetric.compute` reduces the metric's sum before them, and the
+            # quotient has its dtype.
+            tensor = tensor.to(torch.promote_types(self._reduced, torch.get_default_dtype()))
         self._meet(Meeting.SUM)
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 

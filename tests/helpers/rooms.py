@@ -44,7 +44,7 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=34_367,
+        tokens=34_477,
     ),
     Room(
         "strategies/state_dicts",
@@ -63,7 +63,7 @@ ROOMS = [
         "how processes find each other",
         "strategies/support strategies/collectives",
         _LIGHTNING,
-        tokens=11_752,
+        tokens=11_777,
     ),
     Room(
         "strategies/data",
@@ -113,7 +113,7 @@ ROOMS = [
         "what a run will need, before it starts",
         "strategies/engine strategies/optimizers strategies/liveness",
         _LIGHTNING,
-        tokens=2_942,
+        tokens=3_047,
     ),
     Room(
         "strategies/zero3",
@@ -152,7 +152,7 @@ ROOMS = [
         "where memory goes, and who took it",
         "strategies/engine callbacks/allocator",
         _LIGHTNING,
-        tokens=14_866,
+        tokens=15_222,
     ),
     Room(
         "callbacks/timing",
