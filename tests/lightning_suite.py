@@ -101,7 +101,8 @@ def pytest_runtest_logfinish(nodeid):
     with _events(RANK).open("a") as file:
         print(end, file=file)
     deadline = time.monotonic() + TIMEOUT_S
-    while not all(r == RANK or end in _events(r).read_text() for r in range(RANKS)):
+    files = [_events(r) for r in range(RANKS)]
+    while not all(file.exists() and end in file.read_text() for file in files):
         if time.monotonic() > deadline:
             os._exit(1)
         time.sleep(0.01)
