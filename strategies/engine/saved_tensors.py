@@ -75,8 +75,12 @@ class SavedTensors:
 
         None: of all, because what is no `Exception` has ended forwards: torch calls no hooks then.
         """
-        if unit is not None and all(each is not unit for each, _ in self._open):
-            return  # it did not
+        for each, _ in self._open if unit is not None else ():
+            if each is unit:
+                break
+        else:
+            if unit is not None:
+                return  # it did not
         while self._open:
             left, hooks = self._open.pop()
             if hooks is not None:

@@ -44,7 +44,7 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=34_477,
+        tokens=34_486,
     ),
     Room(
         "strategies/state_dicts",

@@ -149,14 +149,18 @@ def test_layers_of_torch_begin_with_the_values_of_their_constructors(make):
         assert torch.equal(values[name], value), name
 
 
-def test_an_initialisation_across_units_is_said_to_be_lost():
+def _lose_an_initialisation(rank, world_size):
     with torch.device("meta"):
         model = nn.ModuleDict({"net": TORCH_S["both"]()})
     with pytest.warns(UserWarning) as told:
         _engine(model)
+    return sorted(str(each.message).partition(" for layers")[0] for each in told)
+
+
+def test_an_initialisation_across_units_is_said_to_be_lost():
+    (found,) = run_ranks(_lose_an_initialisation, 1, timeout=60)
     # its attentions are in the unit of what stands alone, apart from their `out_proj`
     lost = ["MultiheadAttention", "Transformer"]
-    found = sorted(str(each.message).partition(" for layers")[0] for each in told)
     assert found == [f"{name}._reset_parameters is not called" for name in lost]
 
 
