@@ -1,4 +1,4 @@
-"""Squares of gradients, added up so that no digit is lost."""
+"""Sums of squares of gradients, in float64."""
 
 from __future__ import annotations
 
