@@ -6,11 +6,13 @@ it has of every tensor, so none needs memory for more, and rank 0 gives the file
 
 from __future__ import annotations
 
+import errno
 import itertools
+import mmap
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Self
 
 from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size, run_on_all_ranks
 from ..state_dicts.gather import tensors_in
@@ -27,7 +30,10 @@ from ..support import profile_range
 from .storage import commit, discard, sync
 from .zip_file import Piece
 
-_BLOCK = 1 << 23  # bytes written at a time, while the processor's cache has them
+_BLOCK = 1 << 23  # bytes written at a time
+_LARGE = 1 << 20  # bytes from which on a block is written directly
+_PAGE = mmap.PAGESIZE
+_FLAGS = os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)
 
 
 class Place(NamedTuple):
@@ -106,31 +112,70 @@ def write_regions(stage: Path, regions: Iterable[Region]) -> list[Piece]:
         OSError: the disk did not take them.
     """
     pieces: list[Piece] = []
+    block = mmap.mmap(-1, _BLOCK)  # begins at a page, as what is written directly must
+    values = torch.frombuffer(block, dtype=torch.uint8)
     for name, group in itertools.groupby(regions, lambda region: region.place.file):
-        file = stage / name
-        descriptor = os.open(file, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
-        try:
+        with _File(stage / name) as file:
             for region in group:
                 for offset, data in region.runs():
-                    for block in data.split(_BLOCK):
-                        _write(descriptor, offset, memoryview(block.cpu().numpy()), pieces)
-                        offset += block.numel()
-        finally:
-            os.close(descriptor)
-        sync(file)
+                    while rest := data.numel():
+                        size = file.block_size(offset, rest)
+                        values[:size].copy_(data[:size])
+                        part = memoryview(block)[:size]
+                        _add(pieces, offset, part)
+                        file.write(offset, part)
+                        offset, data = offset + size, data[size:]
     return pieces
 
 
-def _write(descriptor: int, offset: int, block: memoryview, pieces: list[Piece]) -> None:
-    """Write a block, and add it to the last piece if it continues that."""
+def _add(pieces: list[Piece], offset: int, block: memoryview) -> None:
+    """Add a block to the last piece if it continues that, else as one more."""
     before = Piece(offset, 0, 0)
     if pieces and pieces[-1].start + pieces[-1].size == offset:
         before = pieces.pop()
     checksum = zlib.crc32(block, before.checksum)
     pieces.append(Piece(before.start, before.size + len(block), checksum))
-    while block:
-        written = os.pwrite(descriptor, block, offset)
-        block, offset = block[written:], offset + written
+
+
+class _File:
+    """A file that is written at offsets: large blocks directly, without the system's page cache.
+
+    A checkpoint is larger than what the cache gets free at once, nobody is about to read it, and
+    all of it goes to the disk before the file gets its name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> Self:
+        self._cached = self._direct = os.open(self._path, _FLAGS)
+        with suppress(AttributeError, OSError):  # this system, or file system, has none
+            self._direct = os.open(self._path, _FLAGS | os.O_DIRECT)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in {self._cached, self._direct}:
+            os.close(descriptor)
+        sync(self._path)
+
+    def block_size(self, offset: int, size: int) -> int:
+        """Return how many of ``size`` bytes from ``offset`` come next: up to a page, or pages."""
+        if size < _LARGE:
+            return size
+        return _PAGE - offset % _PAGE if offset % _PAGE else min(_BLOCK, size - size % _PAGE)
+
+    def write(self, offset: int, block: memoryview) -> None:
+        """Write a block of the size that was asked for, from memory that begins at a page."""
+        descriptor = self._direct if len(block) >= _LARGE else self._cached
+        while block:
+            try:
+                written = os.pwrite(descriptor, block, offset)
+            except OSError as error:
+                if descriptor == self._cached or error.errno != errno.EINVAL:
+                    raise
+                self._direct = descriptor = self._cached
+            else:
+                block, offset = block[written:], offset + written
 
 
 class ParallelSave:

@@ -2,6 +2,8 @@
 refused of a file that somebody else made.
 """
 
+import errno
+import fcntl
 import os
 import random
 import tempfile
@@ -235,3 +237,44 @@ def test_more_than_4_gib(tmp_path):
             assert torch.equal(loaded[name][::step], value[::step])
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
+
+
+@pytest.mark.parametrize("refused", ["nowhere", "by open", "by write"])
+def test_large_blocks_are_written_directly_where_that_is_possible(refused, tmp_path, monkeypatch):
+    """Runs that begin and end within pages, larger and smaller than a block."""
+    values = torch.arange(5_000_003, dtype=torch.float32).view(torch.uint8)
+    sizes = [17, 3 << 20, 999, (9 << 20) + 5]
+    parts = values[: sum(sizes)].split(sizes)
+    offsets = [sum(sizes[:k]) + 13 * (k + 1) for k in range(len(sizes))]
+    expected = bytearray(offsets[-1] + sizes[-1])
+    for offset, part in zip(offsets, parts, strict=True):
+        expected[offset : offset + len(part)] = part.numpy().tobytes()
+    (tmp_path / "file").write_bytes(bytes(len(expected)))
+    directly, pwrite, o_direct = [], os.pwrite, os.O_DIRECT
+
+    def watched(descriptor, block, offset):
+        is_direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & o_direct)
+        if is_direct and refused == "by write":
+            raise OSError(errno.EINVAL, "Invalid argument")
+        written = pwrite(descriptor, block, offset)
+        directly.append((is_direct, written))
+        return written
+
+    monkeypatch.setattr(os, "pwrite", watched)
+    if refused == "by open":
+        monkeypatch.delattr(os, "O_DIRECT")  # as on systems that have none
+    pieces = regions.write_regions(
+        tmp_path,
+        [
+            regions.Region(regions.Place("file", offset), part.size(), (0,), part)
+            for offset, part in zip(offsets, parts, strict=True)
+        ],
+    )
+    assert (tmp_path / "file").read_bytes() == expected
+    assert pieces == [
+        zip_file.Piece(offset, size, zlib.crc32(part.numpy()))
+        for offset, size, part in zip(offsets, sizes, parts, strict=True)
+    ]
+    large = sum(size for is_direct, size in directly if is_direct)
+    # the pages within the second run, and a block of the last, whose rest is no large one
+    assert large == (767 * 4096 + (8 << 20) if refused == "nowhere" else 0)
