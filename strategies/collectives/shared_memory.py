@@ -20,12 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .exchange_log import Meeting
 from .process_group import ComparedCollectives, Work
 
 _RING = 512  # exchanges whose flags are kept; far fewer are ever in flight
 # Flags of one rank, words of 8 bytes: the number of its last exchange; by exchange modulo _RING the
 # label; by the same the number of the exchange that it has finished.
 _POSTED, _LABELS, _FINISHED = 0, 1, 1 + _RING
+# behind its flags, the values that it comes to an agreement with
+_VOTES, _MOST_VOTES = 1 + 2 * _RING, 4096
 _SPINS = 100  # reads of a word before the first sleep
 _LIVENESS_CHECK_S = 0.1  # between two checks that the other process lives
 
@@ -33,17 +36,19 @@ _LIVENESS_CHECK_S = 0.1  # between two checks that the other process lives
 class SharedMemoryCollectives(ComparedCollectives):
     """Collectives between ranks of one machine on the CPU.
 
-    All-gathers and reduce-scatters in the memory of :meth:`allocate` go by it, the rest by way of
-    the base class. A rank writes its own flags, and reads all.
+    Agreements go by it, and all-gathers and reduce-scatters in the memory of :meth:`allocate`; the
+    rest by way of the base class. A rank writes its own flags and votes, and reads all.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, words: list[memoryview], processes: list[int]
+        self, group: dist.ProcessGroup, blocks: list[Tensor], processes: list[int]
     ) -> None:
-        """``words`` are the flags of each rank, ``processes`` the process ids, in rank order."""
+        """``blocks`` hold each rank's flags, ``processes`` are the process ids, in rank order."""
         super().__init__(group)
         self.others = [rank for rank in range(self.world_size) if rank != self.rank]
-        self.words, self._processes = words, processes
+        self.words = [block.numpy().data.cast("q") for block in blocks]
+        self._votes = [block.view(torch.int64)[_VOTES:] for block in blocks]
+        self._processes = processes
         options = group._get_backend(torch.device("cpu")).options
         self._timeout_s = options._timeout.total_seconds()
         self.unread: list[_Exchange] = []  # exchanges of which this rank has to read
@@ -61,10 +66,8 @@ class SharedMemoryCollectives(ComparedCollectives):
         able = hasattr(os, "memfd_create") and platform.machine() in ("x86_64", "AMD64")
         everyone: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(everyone, able and os.getpid(), group=group)
-        blocks = _share_memory(group, 8 * (1 + 2 * _RING)) if all(everyone) else None
-        if blocks is None:
-            return None
-        return SharedMemoryCollectives(group, [b.numpy().data.cast("q") for b in blocks], everyone)
+        blocks = _share_memory(group, 8 * (_VOTES + _MOST_VOTES)) if all(everyone) else None
+        return SharedMemoryCollectives(group, blocks, everyone) if blocks else None
 
     def wait_for(self, rank: int, word: int, value: int) -> None:
         """Wait until ``word`` of ``rank`` is at least ``value``.
@@ -183,6 +186,20 @@ class SharedMemoryCollectives(ComparedCollectives):
                 partial = torch.add(partial, buffers[rank][self.rank], out=target)
 
         return _Exchange(self, label, total, read)
+
+    def agree(self, values: Tensor, meeting: Meeting = Meeting.AGREEMENT) -> Tensor:
+        """See :meth:`LocalCollectives.agree`."""
+        if values.numel() > _MOST_VOTES:
+            return super().agree(values, meeting)
+        votes = [block[: values.numel()] for block in self._votes]
+        votes[self.rank].copy_(values)
+
+        def read() -> None:
+            for rank in self.others:
+                torch.maximum(values, votes[rank], out=values)
+
+        _Exchange(self, meeting, None, read).wait()
+        return values
 
     def _require_same_labels(self, label: int) -> None:
         _Exchange(self, label, None, lambda: None).wait()
