@@ -14,14 +14,17 @@ what it looks at.
 from __future__ import annotations
 
 import mmap
+import os
 import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -31,6 +34,8 @@ from .chunk import Chunk
 from .layout import REGION_BYTES, round_up
 from .norms import squared_norms
 from .streams import Stream
+
+_PCI = Path("/sys/bus/pci/devices")
 
 OffloadKind = Literal["optimizer", "parameters"]
 
@@ -86,8 +91,22 @@ def parse_size(option: str, others: str, value: object) -> int:
     return nbytes
 
 
+def processors_near(device: torch.device) -> set[int]:
+    """Those of this process at the NUMA node of a GPU; all, if the system does not say which."""
+    gpu: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks the address
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    near = set()
+    with suppress(OSError):
+        for part in (_PCI / address / "local_cpulist").read_text().split(","):  # "0-15,32-47"
+            first, _, last = part.strip().partition("-")
+            near |= set(range(int(first), int(last or first) + 1))
+    return os.sched_getaffinity(0) & near or os.sched_getaffinity(0)
+
+
 def start_worker(device: torch.device) -> Executor:
-    """A thread of the host that does one thing after another, on half of the rank's cores."""
+    """A thread of the host that does one thing after another, on half of the rank's cores, near
+    the device.
+    """
 
     def begin() -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() // 2))
@@ -95,6 +114,7 @@ def start_worker(device: torch.device) -> Executor:
             # hazard: a thread's own device is the first one, where waiting for an event of another
             # would make a context
             torch.cuda.set_device(device)
+            os.sched_setaffinity(0, processors_near(device))  # of this thread, and those it starts
 
     worker = ThreadPoolExecutor(1, "zero3-host-worker", initializer=begin)
     worker.submit(int).result()
@@ -172,7 +192,8 @@ class Host:
         sizes = [nbytes for chunk in chunks for nbytes in chunk.sizes()]
         self.room = room = self.room_bytes(chunks)
         self.nbytes = sum(round_up(size, REGION_BYTES) for size in sizes) + 2 * room
-        self.memory = HostMemory(self.nbytes, device)
+        # whoever touches memory first has it at its NUMA node
+        self.memory = worker.submit(partial(HostMemory, self.nbytes, device)).result()
         self._rooms = cycle([Room(self.memory.take(room, torch.uint8)) for _ in range(2)])
 
     @staticmethod

@@ -69,12 +69,13 @@ class LateStream(Stream):
 class Ticket:
     def __init__(self, queue, mark):
         self.queue, self.mark = queue, mark
-        self.error = None
+        self.error = self.value = None
 
     def result(self):
         self.queue.run_until(self.mark)
         if self.error is not None:
             raise self.error
+        return self.value
 
 
 class LateWorker:
@@ -86,7 +87,7 @@ class LateWorker:
     def submit(self, work):
         def noted():
             try:
-                work()
+                ticket.value = work()
             except Exception as error:
                 ticket.error = error
 

@@ -1,6 +1,7 @@
 """Shards in host memory give bit for bit the numbers of shards on the device."""
 
 import inspect
+import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -420,3 +421,23 @@ def count_threads(rank, world_size):
 
 def test_the_worker_takes_half_of_the_cores():
     assert run_ranks(count_threads, 1, timeout=60) == [(2, 4, 4)]
+
+
+def bind_to_gpu(rank, world_size, folder):
+    """Processors of the worker of a GPU near number 1, and of the training's thread."""
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xAF, pci_device_id=2)
+    (folder / "0000:af:02.0").mkdir()
+    (folder / "0000:af:02.0/local_cpulist").write_text("1,3-5\n")
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(offload, "_PCI", folder)
+        changed.setattr(torch.cuda, "set_device", lambda device: None)
+        changed.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+        worker = start_worker(torch.device("cuda", 0))
+        return worker.submit(os.sched_getaffinity, 0).result(), os.sched_getaffinity(0)
+
+
+@pytest.mark.skipif(not {0, 1} <= os.sched_getaffinity(0), reason="needs processors 0 and 1")
+def test_the_worker_runs_at_the_numa_node_of_its_gpu(tmp_path):
+    [(worker, training)] = run_ranks(bind_to_gpu, 1, tmp_path, timeout=60)
+    assert worker == {1, 3, 4, 5} & training
+    assert training == os.sched_getaffinity(0)
