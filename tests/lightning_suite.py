@@ -1,19 +1,21 @@
 """Runs Lightning's own tests with this strategy, on one rank or more; not part of the gate.
 
     git clone --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning
-    python tests/lightning_suite.py pytorch-lightning [--ranks 2] [--strategy ddp] [FOLDER ...]
+    python tests/lightning_suite.py pytorch-lightning [--ranks 2] [--beside ddp] [FOLDER ...]
 
 Lightning reads ``PL_TRAINER_STRATEGY`` and its like where a test leaves an argument of the Trainer out.
 On several ranks each file's tests run in all ranks at once, as `torchrun` starts them, and each rank
 waits for the others after a test; a test counts as passed if it passes on every rank. Trainers that
 name another number of devices get these, so tests that count batches fail, under `ddp`, too. A test
-that hangs ends the processes, and the rest goes on without it. Printed is, for each folder, passed of total and the reason of each test that fails;
+that hangs ends the processes, and the rest goes on without it. Printed is, for each folder, passed of
+total and the reason of each test that fails, and how it goes with another strategy beside;
 docs/LIGHTNING_SUITE.md says what is behind them.
 
 This file is also the plugin that writes down what each rank's pytest does.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -47,7 +49,12 @@ def pytest_configure():
     )
     if RANKS > 1:  # most tests name one device
         original = Trainer.__init__
-        Trainer.__init__ = lambda self, **options: original(self, **options | {"devices": RANKS})
+
+        @functools.wraps(original)  # Lightning reads the names of arguments off the signature
+        def with_all_ranks(self, **options):
+            original(self, **options | {"devices": RANKS})
+
+        Trainer.__init__ = with_all_ranks
 
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -111,10 +118,13 @@ def pytest_runtest_logfinish(nodeid):
 # ---- in the command
 
 
-def run(folder, tests, checkout, ranks, strategy, left_out):
-    """Outcome by test of the files in ``folder``, as each rank wrote it, and whether all have run."""
-    events = Path(tests) / "events"
-    for old in Path(tests).glob("events.*"):
+def run(targets, folder, checkout, ranks, strategy, left_out):
+    """Outcome by test of ``targets`` (files, tests), and whether all have run.
+
+    What each rank writes of them is in ``folder``.
+    """
+    events = Path(folder) / "events"
+    for old in Path(folder).glob("events.*"):
         old.unlink()
     launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     environ = {
@@ -128,13 +138,13 @@ def run(folder, tests, checkout, ranks, strategy, left_out):
     }
     command = [sys.executable, *launcher, "-m", "pytest", "-q"]
     command += ["-p", "lightning_suite", "-p", "no:cacheprovider"]
-    command += [f"--timeout={TIMEOUT_S}", "--timeout-method=thread", str(folder)]
+    command += [f"--timeout={TIMEOUT_S}", "--timeout-method=thread", *targets]
     command += [f"--deselect={test}" for test in left_out]
     done = subprocess.run(
         command, cwd=checkout / "tests", env=environ, capture_output=True, text=True
     )
     outcomes, is_finished = {}, False
-    for path in Path(tests).glob("events.*"):
+    for path in Path(folder).glob("events.*"):
         mine = {}
         for line in path.read_text().splitlines():
             event = json.loads(line)
@@ -145,16 +155,16 @@ def run(folder, tests, checkout, ranks, strategy, left_out):
             if outcomes.get(test, "passed") in ("passed", "skipped"):
                 outcomes[test] = outcome
     if not outcomes and not left_out and (lost := re.search(r"\w+Error: .*", done.stdout)):
-        outcomes[str(folder)] = f"is not imported: {lost[0]}"
+        outcomes[targets[0]] = f"is not imported: {lost[0]}"
     return outcomes, is_finished or not outcomes
 
 
-def run_to_the_end(file, checkout, ranks, strategy):
-    """Outcome by test of a file, though a test may end the processes."""
+def run_to_the_end(targets, checkout, ranks, strategy):
+    """Outcome by test of files or tests, though a test may end the processes."""
     outcomes = {}
     with TemporaryDirectory() as folder:
         while True:
-            found, is_finished = run(file, folder, checkout, ranks, strategy, outcomes)
+            found, is_finished = run(targets, folder, checkout, ranks, strategy, outcomes)
             outcomes |= found
             if is_finished:
                 return outcomes
@@ -170,23 +180,34 @@ def main():
         default="zero3",
         help='"zero3_sharded" for checkpoints that are folders; "auto" or "ddp" to compare',
     )
+    parser.add_argument("--beside", help="a strategy with which the tests that fail run again")
     options = parser.parse_intermixed_args()
     checkout = options.checkout.resolve()
     for folder in options.folders:
-        outcomes = {}
+        outcomes, beside = {}, {}
         path = checkout / "tests" / "tests_pytorch" / folder
         for file in [path] if path.is_file() else sorted(path.rglob("test_*.py")):
             if file.name == WITHOUT_FILES:
                 continue
-            outcomes |= run_to_the_end(file, checkout, options.ranks, options.strategy)
+            found = run_to_the_end([str(file)], checkout, options.ranks, options.strategy)
+            outcomes |= found
+            failed = [
+                str(checkout / test)
+                for test, outcome in found.items()
+                if "::" in test and outcome not in ("passed", "skipped")
+            ]
+            if failed and options.beside:
+                beside |= run_to_the_end(failed, checkout, options.ranks, options.beside)
         counts = Counter(outcomes.values())
         total = len(outcomes) - counts["skipped"]
         print(f"\n{folder}: {counts['passed']} of {total} passed, {counts['skipped']} skipped")
         for test, outcome in outcomes.items():
             if outcome not in ("passed", "skipped"):
-                print(
-                    f"  {test.partition('tests_pytorch/')[2] or test}\n      {outcome}", flush=True
-                )
+                print(f"  {test.partition('tests_pytorch/')[2] or test}\n      {outcome}")
+                if other := beside.get(test):
+                    same = "the same" if other == outcome else other
+                    print(f"      {options.beside}: {same}")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
