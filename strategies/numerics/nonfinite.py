@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +28,7 @@ from ..engine.unit import Unit
 
 # What is not finite on a rank. Ranks agree on the largest.
 _FINE, _GRADIENTS, _LOSS = range(3)
+_AGAIN = "The place was found by running the micro-batch once more."
 _NOT_AGAIN = (
     "It did not come again when the micro-batch was run once more, eagerly, from the same weights"
     " and random states: the step reads something else that changes, draws from a generator of its"
@@ -44,7 +45,7 @@ class _Finding:
     """The first value of a step that is not finite, as far as one rank knows; sorts by place."""
 
     stage: int  # 0 forward, 1 loss, 2 gradients of a unit, 3 their sum over ranks, 4 none found
-    turn: int  # place of (stage, unit) in the order in which the check first met these pairs
+    turn: int  # place among all tensors that the check looked at
     rank: int
     unit: str
     value: float
@@ -57,55 +58,13 @@ class _Report:
     first: _Finding
     trouble: int  # _FINE, _GRADIENTS or _LOSS
     loss: str
-    weights: list[str]  # names of parameters whose weights are not finite
-    gradients: list[str]  # names of parameters whose gradients are not finite
-
-
-class _Extremes:
-    """The smallest and largest elements of tensors of one dtype, recorded since the last check.
-
-    Args:
-        dtype: real dtype of the tensors.
-        device: device of the tensors.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
-        self._cells: list[tuple[Tensor, Tensor]] = []
-        self._places: list[tuple[int, int, str]] = []  # stage, turn, unit
-
-    def cell(self, stage: int, turn: int, unit: str) -> tuple[Tensor, Tensor]:
-        """Return two tensors [] for the smallest and the largest element of the next tensor."""
-        if len(self._places) == len(self._cells):
-            cells = torch.empty(128, dtype=self._dtype, device=self._device).unbind()
-            self._cells += zip(cells[::2], cells[1::2], strict=True)
-        self._places.append((stage, turn, unit))
-        return self._cells[len(self._places) - 1]
-
-    def pop_findings(self, rank: int) -> list[_Finding]:
-        """Return a finding for each tensor that is not finite, and forget all tensors.
-
-        hazard: to read the extremes is to wait for the device.
-        """
-        places, self._places = self._places, []
-        values = (
-            torch.stack([cell for pair in self._cells[: len(places)] for cell in pair]).tolist()
-            if places
-            else []
-        )
-        return [
-            _Finding(stage, turn, rank, unit, low if math.isfinite(high) else high)
-            for (stage, turn, unit), low, high in zip(
-                places, values[::2], values[1::2], strict=True
-            )
-            if not (math.isfinite(low) and math.isfinite(high))
-        ]
+    names: dict[str, list[str]]  # of the parameters whose "weights" or "gradients" are not finite
 
 
 class FiniteCheck:
     """Checks loss and gradients in each backward, and finds the unit where one is not finite.
 
-    For each tensor one kernel writes the smallest and the largest element, which show any nan and
+    For each tensor one kernel finds the smallest and the largest element, which show any nan and
     inf; the host reads them all once per backward. (An infinity norm would be one number, and took
     18 times as long on a CPU.)
 
@@ -123,8 +82,8 @@ class FiniteCheck:
     ) -> None:
         self.engine, self._communicator = engine, engine.collectives
         self._run_again, self._needs_finite_gradients = again, gradients
-        self._extremes: dict[torch.dtype, _Extremes] = {}
-        self._turns: dict[tuple[int, str], int] = {}  # (stage, unit) -> place in the order
+        # stage, unit, smallest and largest element of each tensor since the last check
+        self._seen: list[tuple[int, str, Tensor, Tensor]] = []
         self._loss: Tensor | None = None
         self._watch_units(again is None)
 
@@ -154,18 +113,10 @@ class FiniteCheck:
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor.detach().resolve_conj())
         if tensor.numel() and tensor.is_floating_point():
-            extremes = self._extremes.get(tensor.dtype)
-            if extremes is None:
-                extremes = _Extremes(tensor.dtype, self.engine.device)
-                self._extremes[tensor.dtype] = extremes
-            turn = self._turns.setdefault((stage, unit), len(self._turns))
             with torch.no_grad():
-                if tensor.device == self.engine.device:
-                    torch.aminmax(tensor, out=extremes.cell(stage, turn, unit))
-                else:  # in host memory
-                    cells = extremes.cell(stage, turn, unit)
-                    for cell, value in zip(cells, torch.aminmax(tensor), strict=True):
-                        cell.copy_(value)
+                # of what is in host memory, two numbers go to the device
+                low, high = (value.to(self.engine.device) for value in torch.aminmax(tensor))
+            self._seen.append((stage, unit, low, high))
 
     def record_loss(self, loss: Tensor) -> None:
         """Record the ``loss`` [] of a micro-batch, before it is scaled."""
@@ -185,14 +136,21 @@ class FiniteCheck:
         mine = torch.tensor([_trouble(found)], dtype=torch.int64, device="cpu")
         if trouble := int(self._communicator.agree(mine)):
             self._raise_with_place(step, found, backward=trouble == _GRADIENTS)
-        self._turns.clear()
         self._loss = None
 
     def _pop_findings(self) -> list[_Finding]:
+        """Return a finding for each tensor that is not finite, and forget all tensors.
+
+        hazard: to read the extremes is to wait for the device.
+        """
+        seen, self._seen = self._seen, []
+        extremes = [value for *_, low, high in seen for value in (low, high)]
+        values = torch.stack(extremes).tolist() if seen else []
         return [
-            found
-            for extremes in self._extremes.values()
-            for found in extremes.pop_findings(self._communicator.global_rank)
+            _Finding(stage, turn, self._communicator.global_rank, unit, value)
+            for turn, (stage, unit, *_) in enumerate(seen)
+            for value in values[2 * turn : 2 * turn + 2]
+            if not math.isfinite(value)
         ]
 
     # ------------------------------------------------------------------------------------ diagnosis
@@ -202,27 +160,31 @@ class FiniteCheck:
 
         hazard: a rank whose second run fails does not come to the exchange, and so ends the others.
         """
-        seen = self._communicator.all_gather_object(self._report(found))
-        if self._run_again is None:
-            raise NonFiniteError(self._explain(step, seen, seen))
-        try:
-            again = self._communicator.all_gather_object(self._report_second_run(backward))
-        except Exception as error:
-            ended = (
-                f"to find where that begins, and ended with {type(error).__name__}:"
-                f" {str(error).rstrip('.')}."
-            )
-            ended = f"The micro-batch was run once more, {ended}"
-            raise NonFiniteError(self._describe(step, seen, ended)) from error
-        if not any(report.trouble for report in again):
-            raise NonFiniteError(
-                self._describe(step, seen, " ".join([_NOT_AGAIN, *_doubts(seen, again)]))
-            )
-        raise NonFiniteError(self._explain(step, seen, again))
+        seen = again = self._communicator.all_gather_object(self._report(found))
+        said, cause = "", None
+        if self._run_again is not None:
+            try:
+                again = self._communicator.all_gather_object(self._report_second_run(backward))
+                said = _AGAIN if any(report.trouble for report in again) else _NOT_AGAIN
+            except Exception as error:
+                again, cause = [], error
+                said = (
+                    "The micro-batch was run once more, to find where that begins, and ended with"
+                    f" {type(error).__name__}: {str(error).rstrip('.')}."
+                )
+        unit, what = _describe(seen, again)
+        sentences = [
+            f"In step {step} {what}.",
+            *self._names(seen, unit),
+            said,
+            *_doubts(seen, again),
+        ]
+        raise NonFiniteError(
+            " ".join(filter(None, [*sentences, "This step has changed no weight."]))
+        ) from cause
 
     def _report_second_run(self, backward: bool) -> _Report:
         assert self._run_again is not None
-        self._turns.clear()
         self._watch_units(True)
         try:
             with _restored(self.engine):
@@ -235,20 +197,14 @@ class FiniteCheck:
 
     def _report(self, found: list[_Finding]) -> _Report:
         first = min(found, default=_Finding(4, 0, self._communicator.global_rank, "", 0.0))
-        weights = self._find_nonfinite(lambda chunk: chunk.read())
-        gradients = self._find_nonfinite(lambda chunk: chunk.gradients if chunk.has_sums else None)
-        # One rank alone sends no gradients, so the reducer shows none of a unit. Of the units with
-        # such gradients the last one of the forward had them first.
-        if first.stage == 3 and self._communicator.alone:
-            owners = [
-                unit
-                for unit in self.engine.units
-                if any(entry.name in gradients for entry in unit.entries)
-            ]
-            last = max(owners, key=lambda unit: self._turns.get((0, unit.name), -1), default=None)
-            first = replace(first, stage=2, unit="" if last is None else last.name)
+        names = {
+            "weights": self._find_nonfinite(lambda chunk: chunk.read()),
+            "gradients": self._find_nonfinite(
+                lambda chunk: chunk.gradients if chunk.has_sums else None
+            ),
+        }
         loss = str(None if self._loss is None else self._loss.tolist())
-        return _Report(first, _trouble(found), loss, weights, gradients)
+        return _Report(first, _trouble(found), loss, names)
 
     def _find_nonfinite(self, shard_of: Callable[[Chunk], Tensor | None]) -> list[str]:
         """Find the parameters whose part in the shard of their chunk is not finite."""
@@ -259,68 +215,15 @@ class FiniteCheck:
             and not torch.isfinite(entry.part_of(shard)).all()
         ]
 
-    def _describe(self, step: int, seen: list[_Report], more: str) -> str:
-        """Return the message of an error whose place is not known."""
-        first = min((report.first for report in seen if report.trouble == _LOSS), default=None)
-        what = (
-            "gradients are not finite"
-            if first is None
-            else f"the loss is {first.value} on rank {first.rank}"
-        )
-        return " ".join(
-            [
-                f"In step {step} {what}.",
-                *self._names(seen, ""),
-                more,
-                "This step has changed no weight.",
-            ]
-        )
-
-    def _explain(self, step: int, seen: list[_Report], found: list[_Report]) -> str:
-        """Return the message with the place ``found`` in the first run (``seen``) or the second."""
-        first = min(report.first for report in found)
-        ranks = [
-            r.first.rank
-            for r in found
-            if (r.first.stage, r.first.turn) == (first.stage, first.turn)
-        ]
-        where = (
-            f"the output of unit {first.unit} in forward",
-            "the loss; all outputs of units are finite",
-            f"the gradients of unit {first.unit} in backward",
-            "the sum of gradients over ranks, on each of which they are finite",
-        )[first.stage]
-        on = ", ".join(map(str, ranks))
-        text = (
-            f"In step {step} the first value that is not finite, {first.value}, is in {where}, on"
-            f" rank {on}."
-        )
-        second = (
-            []
-            if found is seen
-            else [
-                "The place was found by running the micro-batch once more.",
-                *_doubts(seen, found),
-            ]
-        )
-        return " ".join(
-            [text, *self._names(seen, first.unit), *second, "This step has changed no weight."]
-        )
-
-    def _names(self, seen: list[_Report], unit: str) -> list[str]:
-        """Name weights and gradients of ``unit`` that are not finite, or else those of others."""
-        own = [entry.name for u in self.engine.units if u.name == unit for entry in u.entries]
-        sentences = []
+    def _names(self, seen: list[_Report], unit: str) -> Iterator[str]:
+        """Name what is not finite of weights and gradients: three at most, ``unit``'s first."""
+        own = {entry.name for u in self.engine.units if u.name == unit for entry in u.entries}
         for what in ("weights", "gradients"):
-            found = list(dict.fromkeys(name for report in seen for name in getattr(report, what)))
+            found = dict.fromkeys(name for report in seen for name in report.names[what])
             if found:
-                inside = [name for name in found if name in own]
+                first = sorted(found, key=lambda name: name not in own)[:3]
                 more = " ..." if len(found) > 3 else ""
-                sentences.append(
-                    f"{what.capitalize()} that are not finite:"
-                    f" {', '.join((inside or found)[:3])}{more}."
-                )
-        return sentences
+                yield f"{what.capitalize()} that are not finite: {', '.join(first)}{more}."
 
 
 def _trouble(found: list[_Finding]) -> int:
@@ -329,11 +232,37 @@ def _trouble(found: list[_Finding]) -> int:
     return _LOSS if 1 in stages else _GRADIENTS if stages & {2, 3} else _FINE
 
 
+def _describe(seen: list[_Report], again: list[_Report]) -> tuple[str, str]:
+    """Return the unit where the first value in ``again`` is that is not finite, and a sentence.
+
+    Where the second run shows nothing, it is what the first one has ``seen``, whose place is not
+    known.
+    """
+    if not any(report.trouble for report in again):
+        losses = [report.first for report in seen if report.trouble == _LOSS]
+        if not losses:
+            return "", "gradients are not finite"
+        return "", f"the loss is {min(losses).value} on rank {min(losses).rank}"
+    first = min(report.first for report in again)
+    place = first.stage, first.turn
+    ranks = [r.first.rank for r in again if (r.first.stage, r.first.turn) == place]
+    where = (
+        f"the output of unit {first.unit} in forward",
+        "the loss; all outputs of units are finite",
+        f"the gradients of unit {first.unit} in backward",
+        "the sum of gradients over ranks, on each of which they are finite",
+    )[first.stage]
+    return first.unit, (
+        f"the first value that is not finite, {first.value}, is in {where}, on rank"
+        f" {', '.join(map(str, ranks))}"
+    )
+
+
 def _doubts(seen: list[_Report], again: list[_Report]) -> list[str]:
     """Say in what the second run (``again``) differs from the first one (``seen``)."""
     other = [
         f"{b.loss} after {a.loss} on rank {b.first.rank}"
-        for a, b in zip(seen, again, strict=True)
+        for a, b in zip(seen, again, strict=False)
         if a.loss != b.loss
     ]
     text = f"That run was not the first one's like: its loss was {', '.join(other[:3])}."
