@@ -31,8 +31,9 @@ ABOUT_LAYOUT = frozenset(
     "dtype.__get__ itemsize.__get__ nbytes.__get__ grad_dtype.__get__ element_size stride"
     " is_contiguous dim_order".split()
 )
-# Questions about dtypes and devices, of an argument that need not be the first.
-KINDS = frozenset({"result_type", "type", "type_as", "to"})
+# Questions about dtypes and devices, of an argument that need not be the first. What is of the kind
+# already stays as it is: `module.double()` in a second run.
+KINDS = frozenset("result_type type type_as to double float half bfloat16".split())
 # New tensors that take after a tensor, but not its value.
 LIKE = frozenset(
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty"

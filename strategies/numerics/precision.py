@@ -20,8 +20,6 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..engine import is_sharded
-
 # Modules that autocast runs in the lower precision anyway (torch.amp's op reference), so that
 # gathering their weights in it changes no number.
 _CAST_MODULES = (
@@ -122,32 +120,9 @@ class Zero3HalfPrecision(_ShardedClipping, HalfPrecision):
     Gradients are summed over ranks in fp32.
     """
 
-    @override
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        return (
-            module
-            if _is_converted(module, self._desired_input_dtype)
-            else super().convert_module(module)
-        )
-
 
 class Zero3DoublePrecision(_ShardedClipping, DoublePrecision):
     """The plugin of ``64-true``."""
-
-    @override
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        return module if _is_converted(module, torch.float64) else super().convert_module(module)
-
-
-def _is_converted(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Say whether an earlier run has converted and sharded ``module``.
-
-    Such a module must not be converted again. In others the buffers may have another dtype.
-    """
-    parameters = list(module.parameters())
-    return any(map(is_sharded, parameters)) and all(
-        p.dtype == dtype for p in parameters if p.dtype.is_floating_point
-    )
 
 
 def _sharded_scaler(
