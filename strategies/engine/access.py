@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,17 +19,12 @@ from .isolation import apart
 from .sharded import (
     ResidencyError,
     ShardedTensor,
-    Value,
-    about,
     absent_like,
-    adopt,
     describe,
     is_sharded,
-    owner_of,
     set_data,
     set_grad,
     sharded_tensor,
-    value_of,
 )
 from .unit import Unit
 
@@ -50,24 +44,15 @@ class Access:
         self._units, self.collectives = units, collectives
         self._gradients, self._passes = gradients, passes
         self._weights_changed, self.retire = weights_changed, retire
-        self._entries: dict[Value, Entry] = {}
-        self._absent: dict[Entry, Tensor] = {}  # what has the shape and dtype of a gradient
         # of copies that users have: what it is of, an alias without memory that shares the count of
         # writes, and the count
         self._watched: list[tuple[Tensor, Tensor, int]] = []
         for unit in units:
             for entry in unit.entries:
-                self._entries[entry.value] = entry
-                entry.value.owner = weakref.ref(self)
-                absent = absent_like(entry.value.meta, entry.dtype, entry.chunk.device)
-                self._absent[entry] = absent
-                adopt(entry.parameter, entry.value)
+                entry.owner, entry.parameter.zero3_entry = self, entry
+                entry.absent_value = absent_like(entry.meta, entry.dtype, entry.chunk.device)
                 with torch._C.DisableTorchFunctionSubclass():
                     set_grad(entry.parameter, None)  # of an earlier run: autograd would add to it
-
-    def entry_of(self, tensor: Tensor) -> Entry:
-        """Whose value, or gradient, it is."""
-        return self._entries[value_of(tensor)]
 
     # --------------------------------------------------------------------------------------- values
 
@@ -80,19 +65,19 @@ class Access:
         with apart():
             for each in tensors:
                 if each.since is None:
-                    by_unit.setdefault(self._units[self.entry_of(each).unit], []).append(each)
+                    by_unit.setdefault(self._units[each.zero3_entry.unit], []).append(each)
                 else:
                     found[id(each)] = self._gradients.full(self._current(each))
             for unit, its in by_unit.items():
                 full = unit.spread or unit.values()
                 # cloned: none is to keep the values of the whole unit alive
-                found |= {id(each): full[self.entry_of(each).name].clone() for each in its}
+                found |= {id(each): full[each.zero3_entry.name].clone() for each in its}
                 del full
         return [found[id(each)] for each in tensors]
 
     def write(self, to: Any, tensor: Tensor) -> None:
         """Store a whole value, or gradient, that all ranks have; local."""
-        entry = self.entry_of(to)
+        entry = to.zero3_entry
         if to.since is not None:
             self._current(to)
             with apart():
@@ -133,18 +118,18 @@ class Access:
 
     # ------------------------------------------------------------------------------------ gradients
 
-    def gradient(self, parameter: Tensor) -> Tensor | None:
+    def gradient(self, parameter: Any) -> Tensor | None:
         """The :class:`~.sharded.ShardedTensor` of the reduced gradient, if the optimizers see
         one.
         """
-        entry = self.entry_of(parameter)
+        entry = parameter.zero3_entry
         self._passes.drop_failed()
         if not self._gradients.present(entry):
             return None
-        return sharded_tensor(about(parameter), self._absent[entry], entry.assigned)
+        return sharded_tensor(entry, entry.absent_value, entry.assigned)
 
     def _current(self, gradient: Any) -> Entry:
-        entry = self.entry_of(gradient)
+        entry = gradient.zero3_entry
         self._passes.settle(entry.name)
         if gradient.since != entry.assigned:
             raise ResidencyError(
@@ -153,9 +138,9 @@ class Access:
             )
         return entry
 
-    def set_gradient(self, parameter: Tensor, grad: Tensor | None) -> None:
+    def set_gradient(self, parameter: Any, grad: Tensor | None) -> None:
         """Store a whole gradient that all ranks have, or clear it; local."""
-        entry = self.entry_of(parameter)
+        entry = parameter.zero3_entry
         entry.dropped = False
         if not entry.trained:
             return  # no optimizer would read it
@@ -164,7 +149,7 @@ class Access:
             self._gradients.clear(entry)
             return
         if isinstance(grad, ShardedTensor):
-            if grad.value is about(parameter) and grad.since == entry.assigned and not grad.views:
+            if grad.zero3_entry is entry and grad.since == entry.assigned and not grad.views:
                 return  # as after `parameter.grad *= 2`
             grad = grad.clone()
         with apart():
@@ -177,10 +162,10 @@ class Access:
     # ----------------------------------------------------------------------------------- `gathered`
 
     @contextmanager
-    def gathered(self, parameters: Iterable[nn.Parameter], modify: bool) -> Iterator[None]:
+    def gathered(self, parameters: Iterable[Any], modify: bool) -> Iterator[None]:
         """See :func:`gathered`, of this engine's parameters."""
         # once, however often it is named
-        wanted = list({id(p): self._entries[about(p)] for p in parameters}.values())
+        wanted = list({id(p): p.zero3_entry for p in parameters}.values())
         if self.collectives.alone:
             yield  # they are
             return
@@ -208,7 +193,7 @@ class Access:
                 values[entry] = entry.parameter.detach()
                 if not self._passes.in_step:
                     set_grad(entry.parameter, None)  # of what was trained inside, after a run
-                entry.value.aliases, entry.seen = [], entry.parameter._version
+                entry.aliases, entry.seen = [], entry.parameter._version
             for unit in units:
                 unit.lent = False
                 unit.shard_parameters()
@@ -241,17 +226,17 @@ def gathered(
         yield
 
 
-def owners_of(parameters: Iterable[nn.Parameter]) -> dict[Access, list[nn.Parameter]]:
+def owners_of(parameters: Iterable[Any]) -> dict[Access, list[nn.Parameter]]:
     """Who owns those of ``parameters`` that are sharded."""
     found: dict[Access, list[nn.Parameter]] = {}
     for parameter in filter(is_sharded, parameters):
-        found.setdefault(owner_of(parameter), []).append(parameter)
+        found.setdefault(parameter.zero3_entry.owner, []).append(parameter)
     return found
 
 
 def _require_unwritten(wanted: list[Entry]) -> None:
     for entry in wanted:
-        if entry.parameter._version != entry.seen or entry.value.was_written():
+        if entry.parameter._version != entry.seen or entry.was_written():
             raise ResidencyError(
                 f"Parameter {entry.name!r} was changed inside `gathered`, and the change is lost."
                 " To store rank 0's values use `with strategy.gathered(..., modify=True):`."

@@ -21,7 +21,7 @@ from .initial_values import Initializer
 from .layout import ChunkLayout
 from .offload import Offload
 from .partition import UnitModules
-from .sharded import Value, about, forget, is_sharded, read
+from .sharded import is_sharded, read
 from .unit import Unit, WholeUnit
 
 SlotDtype = Callable[[str, nn.Parameter], torch.dtype]
@@ -62,16 +62,15 @@ def build_units(
         for name, p in part.parameters.items():
             _check_parameter(name, p)
             is_trained = id(p) in trained and (p.is_floating_point() or p.is_complex())
-            earlier = about(p) if is_sharded(p) else None
-            cls = type(p) if earlier is None else earlier.cls
-            meta = torch.empty_like(p, device="meta") if earlier is None else earlier.meta
-            value = Value(f"{name!r} (unit {part.name})", cls, meta)
+            label = f"{name!r} (unit {part.name})"
+            cls = p.zero3_entry.cls if is_sharded(p) else type(p)
+            meta = torch.empty_like(p, device="meta")
             # a single rank unshards nothing: its parameters view their shards
             slot = p.dtype if collectives.alone else slot_dtype(name, p)
             wires = slot == torch.float32 and not collectives.alone
             wire = wire_dtype(name, p) if wires else slot
             buckets.setdefault((is_trained, slot, wire, p.dtype), []).append(
-                Entry(name, p, value, is_trained, index)
+                Entry(name, p, label, cls, meta, is_trained, index)
             )
         chunks = [
             _chunk(bucket, dtypes, collectives.world_size)
@@ -225,26 +224,19 @@ def fill_shards(
     """
     for unit in units:
         initializer.fill((entry.name, entry.parameter) for entry in unit.entries)
-        initial = _initial_values(unit)
         for chunk in unit.chunks:
             buffer = torch.zeros(chunk.layout.numel, dtype=chunk.master_dtype, device=device)
+            parameters = [entry.parameter for entry in chunk.entries]
+            earlier = [p for p in parameters if is_sharded(p)]  # for another engine
             with torch.no_grad():
-                for entry, view in zip(chunk.entries, chunk.views(buffer), strict=True):
-                    view.copy_(initial[entry.name])
+                values = dict(zip(earlier, read(earlier), strict=True))
+                for parameter, view in zip(parameters, chunk.views(buffer), strict=True):
+                    view.copy_(values.get(parameter, parameter))
                 collectives.broadcast(buffer)
             chunk.own(chunk.shard_of(buffer, collectives.rank).clone(), collectives.rank)
             for entry in chunk.entries:
-                forget(entry.parameter)
-                entry.parameter.__class__ = entry.value.cls
+                vars(entry.parameter).pop("zero3_entry", None)
+                entry.parameter.__class__ = entry.cls
                 entry.parameter.data = torch.empty(
                     0, dtype=entry.dtype, device=entry.parameter.device
                 )
-
-
-def _initial_values(unit: Unit) -> dict[str, Tensor]:
-    """Name -> full value, from the shards of the engine of an earlier run if one has them."""
-    sharded = [entry for entry in unit.entries if is_sharded(entry.parameter)]
-    with torch.no_grad():
-        full = read([entry.parameter for entry in sharded])
-    values = {entry.name: entry.parameter for entry in unit.entries}
-    return values | {entry.name: value for entry, value in zip(sharded, full, strict=True)}

@@ -9,13 +9,15 @@ sent in the same dtypes: one flat shard of their values, and one of their gradie
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .layout import ChunkLayout, Span
-from .sharded import Value, class_in_use
+from .sharded import class_in_use
 
 
 @dataclass(eq=False)
@@ -23,27 +25,36 @@ class Entry:
     """One parameter of a unit."""
 
     name: str
-    parameter: nn.Parameter
-    value: Value
+    parameter: Any  # an `nn.Parameter`
+    label: str  # its name and its unit's, for errors
+    cls: type[nn.Parameter]  # the user's class of it
+    meta: Tensor  # on the meta device: the user's dtype, shape and strides
     trained: bool  # an optimizer has it
     unit: int  # index of its unit
     number: int = -1  # among all trained parameters of the engine
     seen: int = 0  # version when its use began: a change in place shows
     assigned: int = 0  # how often its gradient was cleared or replaced
     dropped: bool = False  # no optimizer has it, and its gradient was not kept
+    # what `.data` was in the use that runs; torch counts apart what is written to each
+    aliases: MutableSequence[Tensor] = field(default_factory=list)
 
     # set when an engine takes it over
     chunk: Chunk = field(init=False, repr=False)
     span: Span | None = field(init=False)  # of the elements that this rank owns; None: of none
+    owner: Any = field(init=False, repr=False)  # the :class:`~.access.Access` that stores it
     absent: Tensor = field(init=False, repr=False)  # its data while it is sharded
+    absent_value: Tensor = field(init=False, repr=False)  # the same of views, and of its gradient
     # this rank's part of its values [elements of `span`], which optimizers step on
     shard: nn.Parameter = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.cls_in_use = class_in_use(self.value.cls)
-        meta = self.value.meta
-        self.dtype, self.size = meta.dtype, meta.shape  # the user's
-        self.stride = meta.stride()  # of the dense memory order it is stored in
+        self.cls_in_use = class_in_use(self.cls)
+        self.dtype, self.size = self.meta.dtype, self.meta.shape  # the user's
+        self.stride = self.meta.stride()  # of the dense memory order it is stored in
+
+    def was_written(self) -> bool:
+        """Whether an alias was."""
+        return any(alias._version for alias in self.aliases)
 
     def view(self, chunk: Tensor, offset: int) -> Tensor:
         """The parameter inside a flat ``chunk`` [numel]."""

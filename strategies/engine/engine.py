@@ -42,7 +42,6 @@ from .saved_tensors import SavedTensors, hooks_refused
 from .sharded import (
     NO_GRAPH_TASK,
     ResidencyError,
-    forget,
     graph_task,
 )
 from .stepping import OptimizerStep
@@ -208,8 +207,8 @@ class Zero3Engine:
         for unit in self.units:
             full = unit.values()
             for entry in unit.entries:
-                forget(entry.parameter)
-                entry.parameter.__class__ = entry.value.cls
+                del entry.parameter.zero3_entry
+                entry.parameter.__class__ = entry.cls
                 entry.parameter.data = full[entry.name].to("cpu", copy=True)
         self.close()
 

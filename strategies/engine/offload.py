@@ -336,7 +336,7 @@ class HostChunk(Chunk):
             except Exception as error:
                 raise RuntimeError(
                     "Offload: the host's work on parameter"
-                    f" {self.entries[0].value.label} and its neighbours failed"
+                    f" {self.entries[0].label} and its neighbours failed"
                     f" ({type(error).__name__}: {error})."
                 ) from error
 

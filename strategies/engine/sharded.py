@@ -11,8 +11,7 @@ parameters switch the class of a tensor, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableSequence, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, cast
 
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
 
 from .isolation import apart, connected
 from .torch_functions import (
@@ -55,61 +53,23 @@ class ResidencyError(RuntimeError):
     """A sharded parameter was read or written where its value is not there."""
 
 
-@dataclass(eq=False)
-class Value:
-    """A parameter that is sharded.
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether an engine owns it: a parameter, or a tensor of one's value or gradient.
 
-    Attributes:
-        label: its name and its unit's, for errors.
-        cls: the user's class of it.
-        meta: a tensor of the user's dtype, shape and strides, on the meta device.
-        owner: the :class:`~.access.Access` that stores it, held weakly: it holds the parameters,
-            and would never be freed.
-        aliases: what `.data` was in the use that runs; torch counts apart what is written to each.
+    What is known of it is the attribute ``zero3_entry``, a :class:`~.chunk.Entry`.
     """
-
-    label: str
-    cls: type[nn.Parameter]
-    meta: Tensor
-    owner: Callable[[], Any] = lambda: None
-    aliases: MutableSequence[Tensor] = field(default_factory=list)
-
-    def was_written(self) -> bool:
-        """Whether an alias was."""
-        return any(alias._version for alias in self.aliases)
+    return hasattr(tensor, "zero3_entry")
 
 
-_SHARDED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> Value
-is_sharded = _SHARDED.__contains__  # whether an engine owns a parameter
-about = _SHARDED.__getitem__  # what is known of one that is
-adopt = _SHARDED.__setitem__  # its owner answers for it while it is sharded
-
-
-def forget(parameter: nn.Parameter) -> None:
-    """Make ``parameter`` nobody's; it is an ordinary parameter from now on."""
-    _SHARDED.pop(parameter, None)
-
-
-def owner_or_none(parameter: Tensor) -> Any:
+def owner_or_none(parameter: Any) -> Any:
     """The :class:`~.access.Access` that owns ``parameter``, if one does."""
-    return _SHARDED[parameter].owner() if parameter in _SHARDED else None
+    return parameter.zero3_entry.owner if is_sharded(parameter) else None
 
 
-def owner_of(tensor: Tensor) -> Any:
-    """Who stores a sharded tensor; a ResidencyError if that engine is gone."""
-    owner = value_of(tensor).owner()
-    if owner is None:
-        raise ResidencyError(
-            f"{describe(tensor)} outlived the model that it was sharded with, and its value with"
-            " it. Hold the module, or keep its `state_dict()`."
-        )
-    return owner
-
-
-def describe(tensor: Tensor) -> str:
+def describe(tensor: Any) -> str:
     """A parameter, or its gradient, in words, with the name of its unit."""
-    of = "" if tensor.since is None else "the gradient of "  # type: ignore[attr-defined]
-    return f"{of}parameter {value_of(tensor).label}"
+    of = "" if tensor.since is None else "the gradient of "
+    return f"{of}parameter {tensor.zero3_entry.label}"
 
 
 def refusal(name: str, tensor: Tensor) -> ResidencyError:
@@ -157,7 +117,7 @@ class _Sharded(Tensor):
             if name in _OWN:
                 return _OWN[name](target, *args[1:])
             if name in LIKE:
-                return func(_kind(target), *args[1:], **kwargs)
+                return func(meta_of(target), *args[1:], **{"device": target.device, **kwargs})
         if name == "is_set_to":
             return target is args[1]
         if name in METADATA:
@@ -200,24 +160,24 @@ class ShardedParameter(_Sharded, nn.Parameter):
 class ShardedTensor(_Sharded):
     """The value of a sharded parameter, or its gradient, whenever it is read; or a view of it."""
 
-    value: Value  # the parameter's
+    zero3_entry: Any  # the parameter's
 
 
-def sharded_tensor(value: Value, absent: Tensor, since: int | None) -> ShardedTensor:
-    """A tensor of ``value``, whose memory is ``absent``, one NaN of its shape and dtype."""
+def sharded_tensor(entry: Any, absent: Tensor, since: int | None) -> ShardedTensor:
+    """A tensor of the parameter of ``entry``, whose memory is ``absent``, one NaN."""
     tensor = Tensor.as_subclass(absent, ShardedTensor)
-    tensor.value, tensor.since = value, since
+    tensor.zero3_entry, tensor.since = entry, since
     return tensor
 
 
-def meta_of(tensor: Tensor) -> Tensor:
+def meta_of(tensor: Any) -> Tensor:
     """What has its dtype, shape and strides."""
-    return _in_place_of(tensor, value_of(tensor).meta)
+    return _in_place_of(tensor, tensor.zero3_entry.meta)
 
 
-def _in_place_of(tensor: Tensor, whole: Tensor) -> Tensor:
+def _in_place_of(tensor: Any, whole: Tensor) -> Tensor:
     """What ``tensor`` is of ``whole``, the value: itself, or a view."""
-    for function, args, kwargs in tensor.views:  # type: ignore[attr-defined]
+    for function, args, kwargs in tensor.views:
         whole = function(whole, *args, **kwargs)
     return whole
 
@@ -229,12 +189,12 @@ def _is_plain(target: Tensor, args: Any) -> bool:
 
 
 def _view(source: Any, step: tuple[Any, tuple, dict[str, Any]] | None) -> ShardedTensor:
-    value, views = value_of(source), source.views
-    absent = _in_place_of(source, absent_like(value.meta, value.meta.dtype, source.device))
+    entry, views = source.zero3_entry, source.views
+    absent = _in_place_of(source, entry.absent_value)
     if step is not None:
         function, args, kwargs = step
         absent, views = function(absent, *args, **kwargs), (*views, step)
-    view = sharded_tensor(value, absent, source.since)
+    view = sharded_tensor(entry, absent, source.since)
     view.views = views
     return view
 
@@ -258,21 +218,16 @@ def nothing(dtype: torch.dtype) -> float | int:
     return False if dtype == torch.bool else torch.iinfo(dtype).min
 
 
-def value_of(tensor: Tensor) -> Value:
-    """Of a sharded tensor."""
-    return tensor.value if isinstance(tensor, ShardedTensor) else about(tensor)
-
-
 def _ordinary(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         (full,) = read([tensor])
     return as_parameter(tensor, full) if isinstance(tensor, nn.Parameter) else full
 
 
-def as_parameter(parameter: nn.Parameter, full: Tensor) -> nn.Parameter:
+def as_parameter(parameter: Any, full: Tensor) -> nn.Parameter:
     """An ordinary parameter of the user's class, with the values ``full``."""
     copied = nn.Parameter(full, parameter.requires_grad)
-    copied.__class__ = about(parameter).cls
+    copied.__class__ = parameter.zero3_entry.cls
     return copied
 
 
@@ -324,7 +279,7 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     whole: dict[int, Tensor] = {}
     for target in targets if name in OVERWRITING else ():
         if not target.views:
-            whole[id(target)] = torch.empty_like(value_of(target).meta, device=target.device)
+            whole[id(target)] = torch.empty_like(target.zero3_entry.meta, device=target.device)
     others = [each for key, each in given.items() if key not in whole]
     whole |= dict(zip(map(id, others), _read_whole(others), strict=True))
     parts = {key: _in_place_of(each, whole[key]) for key, each in given.items()}
@@ -334,14 +289,14 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     del full_args, full_kwargs
     if targets and hasattr(result, "wait"):
         result.wait()  # a collective that goes on in the background
-    stored = {(value_of(target), target.since) for target in targets}
+    stored = {(target.zero3_entry, target.since) for target in targets}
     for key, each in given.items():
-        part, owner = parts[key], owner_of(each)
+        part, owner = parts[key], each.zero3_entry.owner
         if key in map(id, targets):
             owner.write(each, whole[key])
             result = tree_map_only(Tensor, partial(_if_same, part, each), result)
         # else it is a view of a target
-        elif key in versions and (value_of(each), each.since) not in stored:
+        elif key in versions and (each.zero3_entry, each.since) not in stored:
             if part._version != versions[key]:
                 raise ResidencyError(f"`{name}` would change a copy of {describe(each)}.")
             owner.watch(each, part)
@@ -356,10 +311,10 @@ def read(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [_in_place_of(each, full) for each, full in zip(tensors, whole, strict=True)]
 
 
-def _read_whole(tensors: Sequence[Tensor]) -> list[Tensor]:
-    by_owner: dict[Any, list[Tensor]] = {}
+def _read_whole(tensors: Sequence[Any]) -> list[Tensor]:
+    by_owner: dict[Any, list[Any]] = {}
     for each in tensors:
-        by_owner.setdefault(owner_of(each), []).append(each)
+        by_owner.setdefault(each.zero3_entry.owner, []).append(each)
     found: dict[int, Tensor] = {}
     for owner, its in by_owner.items():
         found |= zip(map(id, its), owner.read(its), strict=True)
@@ -388,7 +343,7 @@ def _differentiate(func: Any, outputs: Any, inputs: Any = None, **kwargs: Any) -
         return func(outputs, inputs=edges, **kwargs)
     return tuple(
         # in the dtype of the buffer; an ordinary parameter's has its own
-        grad if grad is None or not is_sharded(p) else grad.to(about(p).meta.dtype)
+        grad if grad is None or not is_sharded(p) else grad.to(p.zero3_entry.meta.dtype)
         for p, grad in zip(inputs, func(outputs, edges, **kwargs), strict=True)
     )
 
@@ -396,7 +351,7 @@ def _differentiate(func: Any, outputs: Any, inputs: Any = None, **kwargs: Any) -
 # ---------------------------------------------------------------------------------------- gradients
 
 
-def gradient_of(parameter: Tensor) -> Tensor | None:
+def gradient_of(parameter: Any) -> Tensor | None:
     """What ``parameter.grad`` is: in a backward this rank's own, when autograd has just made it,
     else the whole one.
     """
@@ -405,10 +360,10 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     # torch.compile looks at what it compiles for
     if local is not None or TracingContext.try_get() is not None:
         return local
-    return owner_of(parameter).gradient(parameter)
+    return parameter.zero3_entry.owner.gradient(parameter)
 
 
-def set_gradient_of(parameter: Tensor, grad: Tensor | None) -> None:
+def set_gradient_of(parameter: Any, grad: Tensor | None) -> None:
     """``parameter.grad = grad``: in a backward this rank's own, which is reduced after the hook
     that sets it.
     """
@@ -416,7 +371,7 @@ def set_gradient_of(parameter: Tensor, grad: Tensor | None) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         set_grad(parameter, grad if in_backward else None)  # after a run it may have one
     if not in_backward:
-        owner_of(parameter).set_gradient(parameter, grad)
+        parameter.zero3_entry.owner.set_gradient(parameter, grad)
 
 
 def keep_engine_last(parameter: Tensor) -> None:
@@ -448,8 +403,9 @@ class _InUse(nn.Parameter):
         keep_engine_last(self)
         return handle
 
+    @torch.compiler.disable  # dynamo would take torch's own `data` for this one
     def _alias(self) -> Tensor:
-        about(self).aliases.append(alias := _data(self))
+        self.zero3_entry.aliases.append(alias := _data(self))
         return alias
 
     data = property(_alias, _assign)

@@ -163,7 +163,7 @@ class Unit:
         self.rounded = (device, lower.pop()) if lower else None
         self._narrow = [chunk for chunk in self.chunks if chunk.wire_dtype != chunk.dtype]
         for entry in self.entries:
-            entry.absent = absent_like(entry.value.meta, entry.chunk.dtype, arena.memory.device)
+            entry.absent = absent_like(entry.meta, entry.chunk.dtype, arena.memory.device)
             entry.parameter.data = entry.absent
         # where parameters begin [bytes of the buffer], in this order, but those without elements
         places = [(view.data_ptr() - self._home.start, entry) for entry, view in self._home.views]
@@ -327,10 +327,10 @@ class Unit:
         for entry in self.entries:
             parameter = entry.parameter
             written |= parameter._version != entry.seen
-            if entry.value.aliases:  # `.data`
-                if entry.value.was_written():
+            if entry.aliases:  # `.data`
+                if entry.was_written():
                     entry.seen, written = -1, True
-                entry.value.aliases = []
+                entry.aliases = []
             set_data(parameter, entry.absent)
             parameter.__class__ = ShardedParameter
         if self.buffer.is_held():
@@ -471,7 +471,7 @@ class WholeUnit(Unit):
         """See :meth:`Unit.connect`."""
         self._collectives, self.arena, self.region = collectives, arena, region
         for entry in self.entries:
-            entry.value.aliases = deque(maxlen=0)  # nobody needs to know what is written to `.data`
+            entry.aliases = deque(maxlen=0)  # nobody needs to know what is written to `.data`
             place = entry.chunk.layout.offsets[entry.chunk.entries.index(entry)]
             entry.parameter.data = entry.view(entry.chunk.values, place)
             entry.parameter.__class__ = entry.cls_in_use

@@ -192,3 +192,16 @@ def _train_and_forget(rank, world_size):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_model_is_freed_with_its_engine(world_size):
     run_ranks(_train_and_forget, world_size)
+
+
+def _keep_one_parameter(rank, world_size):
+    model, optimizer, engine = _engine()
+    weight = next(model.parameters())
+    expected = weight.detach().clone()
+    del model, optimizer, engine
+    gc.collect()
+    assert torch.equal(weight.detach().clone(), expected)
+
+
+def test_a_parameter_that_is_kept_alone_keeps_its_value():
+    run_ranks(_keep_one_parameter, 2)

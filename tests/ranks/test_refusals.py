@@ -1,7 +1,5 @@
 """Errors that no behaviour of the table leads to: what they say, on every rank."""
 
-import gc
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -80,14 +78,6 @@ def gradient_read_in_backward():
         loss_of(model, engine).backward()
 
 
-def model_gone():
-    model, optimizer, engine = engine_of()
-    weight = model[0].weight
-    del model, optimizer, engine
-    gc.collect()
-    return weight + 1
-
-
 def regrouped_beside_lbfgs():
     model, optimizer, engine = engine_of(
         nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False), optimizer=torch.optim.LBFGS
@@ -161,11 +151,6 @@ SHARDED = [
         gradient_read_in_backward,
         ResidencyError,
         r"gradient of parameter '0\.weight' was read, or set, in a backward",
-    ),
-    (
-        model_gone,
-        ResidencyError,
-        r"parameter '0\.weight' \(unit 0\) outlived the model",
     ),
     (regrouped_beside_lbfgs, ValueError, "Param groups cannot be edited beside LBFGS: its history"),
     (
