@@ -498,7 +498,7 @@ class CheckpointStrategy(ProcessStrategy):
 
     def _has_shards(self, module: nn.Module) -> bool:
         return self.engine is not None and all(
-            owner_or_none(p) is self.engine.access for p in module.parameters()
+            owner_or_none(p) is self.engine for p in module.parameters()
         )
 
     def pending_keys(self) -> set[str]:

@@ -21,7 +21,7 @@ from .sharded import (
     ShardedTensor,
     absent_like,
     describe,
-    is_sharded,
+    owners_of,
     set_data,
     set_grad,
     sharded_tensor,
@@ -30,50 +30,47 @@ from .unit import Unit
 
 
 class Access:
-    """The owner of all parameters of an engine, which sharded tensors ask."""
+    """What an engine answers for its parameters, as their owner, while they are sharded."""
 
-    def __init__(
-        self,
-        units: list[Unit],
-        collectives: LocalCollectives,
-        gradients: Gradients,
-        passes: Backward,
-        weights_changed: Callable[[list[Entry]], None],
-        retire: Callable[[], None],
-    ) -> None:
-        self._units, self.collectives = units, collectives
-        self._gradients, self._passes = gradients, passes
-        self._weights_changed, self.retire = weights_changed, retire
-        # of copies that users have: what it is of, an alias without memory that shares the count of
-        # writes, and the count
-        self._watched: list[tuple[Tensor, Tensor, int]] = []
-        for unit in units:
-            for entry in unit.entries:
-                entry.owner, entry.parameter.zero3_entry = self, entry
-                entry.absent_value = absent_like(entry.meta, entry.dtype, entry.chunk.device)
-                with torch._C.DisableTorchFunctionSubclass():
-                    set_grad(entry.parameter, None)  # of an earlier run: autograd would add to it
+    units: list[Unit]
+    entries: dict[int, Entry]  # by the `id` of the parameter
+    collectives: LocalCollectives
+    gradients: Gradients
+    passes: Backward
+    weights_changed: Callable[[list[Entry]], None]
+    # of copies that users have: what it is of, an alias without memory that shares the count of
+    # writes, and the count
+    _watched: list[tuple[Tensor, Tensor, int]]
+
+    def own_parameters(self) -> None:
+        """From now on sharded parameters ask this engine."""
+        self._watched = []
+        for entry in self.entries.values():
+            entry.owner, entry.parameter.zero3_entry = self, entry
+            entry.absent_value = absent_like(entry.meta, entry.dtype, entry.chunk.device)
+            with torch._C.DisableTorchFunctionSubclass():
+                set_grad(entry.parameter, None)  # of an earlier run: autograd would add to it
 
     # --------------------------------------------------------------------------------------- values
 
-    def read(self, tensors: list[Any]) -> list[Tensor]:
-        """Whole values, or gradients, in memory of their own; collective, each unit is unsharded
-        once.
+    def read(self, tensors: Iterable[Any]) -> dict[int, Tensor]:
+        """Whole values, or gradients, in memory of their own, by the `id` of each tensor;
+        collective, each unit is unsharded once.
         """
         found: dict[int, Tensor] = {}
         by_unit: dict[Unit, list[Tensor]] = {}
         with apart():
             for each in tensors:
                 if each.since is None:
-                    by_unit.setdefault(self._units[each.zero3_entry.unit], []).append(each)
+                    by_unit.setdefault(self.units[each.zero3_entry.unit], []).append(each)
                 else:
-                    found[id(each)] = self._gradients.full(self._current(each))
+                    found[id(each)] = self.gradients.full(self._current(each))
             for unit, its in by_unit.items():
                 full = unit.spread or unit.values()
                 # cloned: none is to keep the values of the whole unit alive
                 found |= {id(each): full[each.zero3_entry.name].clone() for each in its}
                 del full
-        return [found[id(each)] for each in tensors]
+        return found
 
     def write(self, to: Any, tensor: Tensor) -> None:
         """Store a whole value, or gradient, that all ranks have; local."""
@@ -82,18 +79,18 @@ class Access:
             self._current(to)
             with apart():
                 if entry.trained:
-                    self._gradients.assign(entry, tensor)
+                    self.gradients.assign(entry, tensor)
             entry.dropped = False
             return
         tensor = tensor.detach().broadcast_to(entry.size)
         self.collectives.exchange_log.record_write(
             entry.name,
-            "written" if self._passes.in_step else "stored",
+            "written" if self.passes.in_step else "stored",
             tensor.to(entry.chunk.device, entry.dtype),
         )
         with torch.no_grad():
             entry.part_of(entry.chunk.values).copy_(entry.cut(tensor))
-        self._weights_changed([entry])
+        self.weights_changed([entry])
 
     def watch(self, of: Tensor, copy: Tensor) -> None:
         """Raise later if the user has written to ``copy``, which was read: nobody would store
@@ -123,14 +120,14 @@ class Access:
         one.
         """
         entry = parameter.zero3_entry
-        self._passes.drop_failed()
-        if not self._gradients.present(entry):
+        self.passes.drop_failed()
+        if not self.gradients.present(entry):
             return None
         return sharded_tensor(entry, entry.absent_value, entry.assigned)
 
     def _current(self, gradient: Any) -> Entry:
         entry = gradient.zero3_entry
-        self._passes.settle(entry.name)
+        self.passes.settle(entry.name)
         if gradient.since != entry.assigned:
             raise ResidencyError(
                 f"This tensor was {describe(gradient)}, which was cleared or replaced since. Read"
@@ -145,19 +142,18 @@ class Access:
         if not entry.trained:
             return  # no optimizer would read it
         if grad is None:
-            self._passes.require_ended(entry.name)
-            self._gradients.clear(entry)
+            self.passes.require_ended(entry.name)
+            self.gradients.clear(entry)
             return
         if isinstance(grad, ShardedTensor):
             if grad.zero3_entry is entry and grad.since == entry.assigned and not grad.views:
                 return  # as after `parameter.grad *= 2`
             grad = grad.clone()
         with apart():
-            self._passes.settle(entry.name)
-            self._gradients.assign(entry, grad)
+            self.passes.settle(entry.name)
+            self.gradients.assign(entry, grad)
         entry.assigned += 1
-        if (shown := self.gradient(parameter)) is not None:
-            self.watch(shown, grad)
+        self.watch(sharded_tensor(entry, entry.absent_value, entry.assigned), grad)
 
     # ----------------------------------------------------------------------------------- `gathered`
 
@@ -165,11 +161,11 @@ class Access:
     def gathered(self, parameters: Iterable[Any], modify: bool) -> Iterator[None]:
         """See :func:`gathered`, of this engine's parameters."""
         # once, however often it is named
-        wanted = list({id(p): p.zero3_entry for p in parameters}.values())
+        wanted = list(dict.fromkeys(p.zero3_entry for p in parameters))
         if self.collectives.alone:
             yield  # they are
             return
-        units = list(dict.fromkeys(self._units[entry.unit] for entry in wanted))
+        units = list(dict.fromkeys(self.units[entry.unit] for entry in wanted))
         if (
             units and units[0].arena.announce is None
         ):  # else ranks that have nothing to run take part
@@ -177,28 +173,33 @@ class Access:
             compare_notes(self.collectives)  # what is read is put together of all ranks' parts
         for unit in units:
             unit.require_free()
-        values = dict(zip(wanted, self.read([entry.parameter for entry in wanted]), strict=True))
+        values = self.read(entry.parameter for entry in wanted)
         for entry in wanted:
             entry.parameter.__class__ = entry.cls_in_use
-            set_data(entry.parameter, values[entry])
+            set_data(entry.parameter, values[id(entry.parameter)])
             entry.seen = entry.parameter._version
         for unit in units:
             unit.lent = True
         try:
             yield
-            if not modify:
-                _require_unwritten(wanted)
+            for entry in () if modify else wanted:
+                if entry.parameter._version != entry.seen or entry.was_written():
+                    raise ResidencyError(
+                        f"Parameter {entry.name!r} was changed inside `gathered`, and the change is"
+                        " lost. To store rank 0's values use"
+                        " `with strategy.gathered(..., modify=True):`."
+                    )
         finally:
             for entry in wanted:
-                values[entry] = entry.parameter.detach()
-                if not self._passes.in_step:
+                values[id(entry.parameter)] = entry.parameter.detach()
+                if not self.passes.in_step:
                     set_grad(entry.parameter, None)  # of what was trained inside, after a run
                 entry.aliases, entry.seen = [], entry.parameter._version
             for unit in units:
                 unit.lent = False
                 unit.shard_parameters()
         for entry in wanted if modify else ():
-            value = self.collectives.broadcast(values[entry].contiguous())
+            value = self.collectives.broadcast(values[id(entry.parameter)].contiguous())
             self.write(entry.parameter, value)
 
 
@@ -224,20 +225,3 @@ def gathered(
         for owner, its in owners_of(parameters).items():
             stack.enter_context(owner.gathered(its, modify))
         yield
-
-
-def owners_of(parameters: Iterable[Any]) -> dict[Access, list[nn.Parameter]]:
-    """Who owns those of ``parameters`` that are sharded."""
-    found: dict[Access, list[nn.Parameter]] = {}
-    for parameter in filter(is_sharded, parameters):
-        found.setdefault(parameter.zero3_entry.owner, []).append(parameter)
-    return found
-
-
-def _require_unwritten(wanted: list[Entry]) -> None:
-    for entry in wanted:
-        if entry.parameter._version != entry.seen or entry.was_written():
-            raise ResidencyError(
-                f"Parameter {entry.name!r} was changed inside `gathered`, and the change is lost."
-                " To store rank 0's values use `with strategy.gathered(..., modify=True):`."
-            )

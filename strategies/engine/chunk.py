@@ -41,7 +41,7 @@ class Entry:
     # set when an engine takes it over
     chunk: Chunk = field(init=False, repr=False)
     span: Span | None = field(init=False)  # of the elements that this rank owns; None: of none
-    owner: Any = field(init=False, repr=False)  # the :class:`~.access.Access` that stores it
+    owner: Any = field(init=False, repr=False)  # the :class:`~.engine.Zero3Engine` that stores it
     absent: Tensor = field(init=False, repr=False)  # its data while it is sharded
     absent_value: Tensor = field(init=False, repr=False)  # the same of views, and of its gradient
     # this rank's part of its values [elements of `span`], which optimizers step on

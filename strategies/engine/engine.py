@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from ..collectives import LocalCollectives
-from .access import Access, owners_of
+from .access import Access
 from .activations import Activations
 from .agreement import compare_notes, describe_exchange
 from .backward import Backward
@@ -43,6 +43,7 @@ from .sharded import (
     NO_GRAPH_TASK,
     ResidencyError,
     graph_task,
+    owners_of,
 )
 from .stepping import OptimizerStep
 from .streams import Stream
@@ -50,7 +51,7 @@ from .uneven import JointSteps
 from .unit import Arena, Phase, Unit, arena_layout
 
 
-class Zero3Engine:
+class Zero3Engine(Access):
     """Shards a model's parameters, gradients and optimizer state over the ranks (ZeRO stage 3,
     arXiv 1910.02054).
 
@@ -82,7 +83,6 @@ class Zero3Engine:
         ValueError: see :mod:`~.partition` and :mod:`~.build`.
     """
 
-    units: list[Unit]
     inspect: Callable[[Unit, Any], None] | None = None  # looks at a unit's outputs
 
     def __init__(
@@ -111,7 +111,6 @@ class Zero3Engine:
             parts, trained, slot_dtype, wire_dtype, collectives, debug, offload
         )
         hosted = [c for unit in self.units for c in unit.chunks if isinstance(c, HostChunk)]
-        # by the `id` of the parameter
         self.entries = {id(e.parameter): e for unit in self.units for e in unit.entries}
         self.trained_ids = trained
         check_memory(model)
@@ -124,7 +123,7 @@ class Zero3Engine:
             compare_notes(owner.collectives)
         fill_shards(self.units, collectives, device, initializer)
         for owner in earlier:
-            owner.retire()  # this engine has taken the parameters over
+            owner.close()  # this engine has taken the parameters over
         self.buffers = Buffers(model, collectives, device)
         self.activations = (
             None if activations is None else Activations(activations, device, streams(device))
@@ -175,14 +174,7 @@ class Zero3Engine:
             self._adopt_values,
             self.abandon,
         )
-        self.access = Access(
-            self.units,
-            self.collectives,
-            self.gradients,
-            self.passes,
-            self.weights_changed,
-            self.close,
-        )
+        self.own_parameters()
 
     def close(self) -> None:
         """Take the hooks away. The values stay in the shards; another engine may take them over."""
@@ -252,14 +244,14 @@ class Zero3Engine:
         finally:
             self.passes.in_step = self.gradients.over = False
         self.passes.end_step()
-        self.access.require_unwritten()
+        self.require_unwritten()
 
     def open_step(self) -> None:
         """What precedes the first operation of a step."""
         if self.passes.active:
             self.abandon()
         self._saved.leave(None)
-        self.access.require_unwritten()
+        self.require_unwritten()
         for step in self.steps.values():
             step.abandon()
         self.structure.check()
@@ -322,7 +314,7 @@ class Zero3Engine:
         for unit in self.units:
             if unit.lent:
                 unit.require_free()
-        self.access.require_unwritten()
+        self.require_unwritten()
         self._adopt_values()
 
     def settle(self) -> None:
@@ -351,11 +343,7 @@ class Zero3Engine:
         of them before is not true.
         """
         self.gradients.forget()
-        entries = (
-            [entry for unit in self.units for entry in unit.entries]
-            if changed is None
-            else list(changed)
-        )
+        entries = list(self.entries.values()) if changed is None else list(changed)
         self._warn_of_kept_views(entries)
         units = [self.units[index] for index in dict.fromkeys(entry.unit for entry in entries)]
         for unit in units:

@@ -11,7 +11,7 @@ parameters switch the class of a tensor, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from typing import Any, cast
 
@@ -62,7 +62,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def owner_or_none(parameter: Any) -> Any:
-    """The :class:`~.access.Access` that owns ``parameter``, if one does."""
+    """The :class:`~.engine.Zero3Engine` that owns ``parameter``, if one does."""
     return parameter.zero3_entry.owner if is_sharded(parameter) else None
 
 
@@ -84,7 +84,20 @@ def refusal(name: str, tensor: Tensor) -> ResidencyError:
 # --------------------------------------------------------------------------- tensors without memory
 
 
-class _Sharded(Tensor):
+class _Copied:
+    """Copies and pickles are ordinary tensors with the whole value."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = copied = _ordinary(self)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _ordinary(self).__reduce_ex__(protocol)
+
+
+class _Sharded(_Copied, Tensor):
     """Asks the owner for what is done with the value.
 
     Attributes:
@@ -137,14 +150,6 @@ class _Sharded(Tensor):
                 return target  # as it is already, as `metric.to(device)` finds the network in it
             args = target, *args[1:]
         return _compute(func, name, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """An ordinary tensor with the whole value; collective."""
-        memo[id(self)] = copied = _ordinary(self)
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _ordinary(self).__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<{describe(self)}, sharded: shape {tuple(self.shape)}, {self.dtype}>"
@@ -218,16 +223,17 @@ def nothing(dtype: torch.dtype) -> float | int:
     return False if dtype == torch.bool else torch.iinfo(dtype).min
 
 
-def _ordinary(tensor: Tensor) -> Tensor:
+def _ordinary(tensor: Any) -> Tensor:
+    """A copy of the user's class; collective, unless the parameter is in use."""
     with torch.no_grad():
-        (full,) = read([tensor])
-    return as_parameter(tensor, full) if isinstance(tensor, nn.Parameter) else full
-
-
-def as_parameter(parameter: Any, full: Tensor) -> nn.Parameter:
-    """An ordinary parameter of the user's class, with the values ``full``."""
-    copied = nn.Parameter(full, parameter.requires_grad)
-    copied.__class__ = parameter.zero3_entry.cls
+        if isinstance(tensor, _InUse):
+            full = Tensor.detach(tensor).clone(memory_format=torch.preserve_format)
+        else:
+            (full,) = read([tensor])
+    if not isinstance(tensor, nn.Parameter):
+        return full
+    copied = nn.Parameter(full, tensor.requires_grad)
+    copied.__class__ = tensor.zero3_entry.cls
     return copied
 
 
@@ -280,8 +286,7 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     for target in targets if name in OVERWRITING else ():
         if not target.views:
             whole[id(target)] = torch.empty_like(target.zero3_entry.meta, device=target.device)
-    others = [each for key, each in given.items() if key not in whole]
-    whole |= dict(zip(map(id, others), _read_whole(others), strict=True))
+    whole |= _read_whole([each for key, each in given.items() if key not in whole])
     parts = {key: _in_place_of(each, whole[key]) for key, each in given.items()}
     full_args, full_kwargs = tree_map_only(_Sharded, lambda each: parts[id(each)], (args, kwargs))
     versions = {key: part._version for key, part in parts.items() if not part.is_inference()}
@@ -308,24 +313,28 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
 def read(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The values of sharded tensors, those of parameters connected to autograd; collective."""
     whole = _read_whole(tensors)
-    return [_in_place_of(each, full) for each, full in zip(tensors, whole, strict=True)]
+    return [_in_place_of(each, whole[id(each)]) for each in tensors]
 
 
-def _read_whole(tensors: Sequence[Any]) -> list[Tensor]:
-    by_owner: dict[Any, list[Any]] = {}
-    for each in tensors:
-        by_owner.setdefault(each.zero3_entry.owner, []).append(each)
+def _read_whole(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+    """By `id`, also of a view the whole it is of."""
     found: dict[int, Tensor] = {}
-    for owner, its in by_owner.items():
-        found |= zip(map(id, its), owner.read(its), strict=True)
-    differentiable = torch.is_grad_enabled()
-    with apart():
-        return [
-            connected(found[id(each)], each)
-            if differentiable and each.requires_grad
-            else found[id(each)]
-            for each in tensors
-        ]
+    for owner, its in owners_of(tensors).items():
+        found |= owner.read(its)
+    if torch.is_grad_enabled():
+        with apart():
+            for each in tensors:
+                if each.requires_grad:
+                    found[id(each)] = connected(found[id(each)], each)
+    return found
+
+
+def owners_of(tensors: Iterable[Any]) -> dict[Any, list[Any]]:
+    """Which engines own those of ``tensors`` that are sharded."""
+    found: dict[Any, list[Any]] = {}
+    for tensor in filter(is_sharded, tensors):
+        found.setdefault(tensor.zero3_entry.owner, []).append(tensor)
+    return found
 
 
 def _if_same(part: Tensor, each: Tensor, result: Tensor) -> Tensor:
@@ -388,7 +397,7 @@ def keep_engine_last(parameter: Tensor) -> None:
 # ------------------------------------------------------------------------- parameters that are here
 
 
-class _InUse(nn.Parameter):
+class _InUse(_Copied, nn.Parameter):
     """An ordinary parameter, but ``grad`` is the whole gradient, and writes to ``data`` are
     counted.
 
@@ -409,14 +418,6 @@ class _InUse(nn.Parameter):
         return alias
 
     data = property(_alias, _assign)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        full = Tensor.detach(self).clone(memory_format=torch.preserve_format)
-        memo[id(self)] = copied = as_parameter(self, full)
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__deepcopy__({}).__reduce_ex__(protocol)
 
 
 @cache

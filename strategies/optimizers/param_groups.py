@@ -155,7 +155,7 @@ def _move_gradients(old: Zero3Engine, new: Zero3Engine) -> None:
         present = [entry for entry in before.trained if old.gradients.has_gradient(entry)]
         full: Mapping[str, Any] = before.gradients() if present else {}
         for entry in present:
-            new.access.set_gradient(entry.parameter, full[entry.name])
+            new.set_gradient(entry.parameter, full[entry.name])
     for entry in new.gradients.trained:
         if old.entries[id(entry.parameter)].dropped:
             # which it had while no optimizer had it, and which was not kept
