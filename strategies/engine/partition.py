@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 import torch
 from torch import nn
@@ -47,9 +46,9 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitM
         policy: None takes the children of the outermost
             ``ModuleList``/``Sequential``/``ModuleDict`` that repeat one class (the blocks), and
             every other module that has parameters and no children; neighbours below 1 MiB share a
-            unit. A list of module classes (or their names) takes modules of those classes as the
-            blocks instead. A function gets the model and returns the units, each a module or a list
-            of modules; what these leave is a unit of its own.
+            unit. A list of module classes (or their names) takes modules of those classes, and of
+            classes derived from them, as the blocks instead. A function gets the model and returns
+            the units, each a module or a list of modules; what these leave is a unit of its own.
 
     Raises:
         ValueError: a parameter has no shape; the policy names what is not in the model, or is no
@@ -69,7 +68,7 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitM
     names = {module: name for name, module in model.named_modules()}
     if policy is not None and callable(policy):
         try:
-            returned = list(policy(model))
+            units = [_unit(found, names) for found in policy(model)]
         except TypeError as error:
             raise ValueError(
                 f"The unit policy cannot be called with the model, or returns no list ({error}).\n"
@@ -77,7 +76,6 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitM
                 " and returns its units, each a module or a list of modules. For FSDP's policies"
                 " give the classes that they wrap, `unit_policy=[MyBlock]`."
             ) from error
-        units = [_unit(found, names) for found in returned]
     else:
         blocks = _blocks_of_classes(model, policy) if policy else set(_repeated_blocks(model))
         units = [_unit(module, names) for module in _candidates(model, blocks)]
@@ -90,8 +88,7 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitM
 
 def _unit(found: nn.Module | Sequence[nn.Module], names: dict[nn.Module, str]) -> UnitModules:
     # A ModuleList or Sequential is one module here, although it can be iterated.
-    one = isinstance(found, nn.Module | str) or not isinstance(found, Iterable)
-    members: list[Any] = [found] if one else list(cast(Any, found))
+    members = [found] if isinstance(found, nn.Module) else list(found)
     for module in members:
         if module not in names:
             raise ValueError(
@@ -121,25 +118,21 @@ def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _blocks_of_classes(model: nn.Module, policy: Sequence[type[nn.Module] | str]) -> set[nn.Module]:
-    present = {type(module) for module in model.modules()}
     blocks: set[nn.Module] = set()
     for wanted in policy:
-        matches = {
-            c
-            for c in present
-            if wanted in (c.__name__, f"{c.__module__}.{c.__qualname__}")
-            or (isinstance(wanted, type) and issubclass(c, wanted))
-        }
-        if not matches:
-            known = ", ".join(sorted({c.__name__ for c in present}))
+        found = [m for m in model.modules() if any(_is_class(c, wanted) for c in type(m).__mro__)]
+        if not found:
+            known = ", ".join(sorted({type(module).__name__ for module in model.modules()}))
             raise ValueError(
                 f"unit_policy names {getattr(wanted, '__name__', wanted)!r}, but the model has no"
                 f" module of that class. It has: {known}."
             )
-        blocks.update(
-            m for m in model.modules() if type(m) in matches and m is not model and _can_own(m)
-        )
+        blocks.update(m for m in found if m is not model and _can_own(m))
     return blocks
+
+
+def _is_class(cls: type, wanted: type[nn.Module] | str) -> bool:
+    return wanted in (cls, cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
 
 
 def _candidates(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
@@ -161,17 +154,14 @@ def _join_tied(units: list[UnitModules]) -> list[UnitModules]:
     ids = {unit: {id(p) for m in unit.members for p in m.parameters()} for unit in units}
     result: list[UnitModules] = []
     for unit in units:
-        tied = [
-            other
-            for other in result
-            if not ids[other].isdisjoint(ids[unit]) and not _is_inside(unit, other)
-        ]
-        place = result.index(tied[0]) if tied else len(result)
-        for other in reversed(tied):
-            result.remove(other)
-            joined = other.joined(unit)
-            ids[joined] = ids[other] | ids[unit]
-            unit = joined
+        place = len(result)
+        for other in reversed(result[:]):
+            if not ids[other].isdisjoint(ids[unit]) and not _is_inside(unit, other):
+                place = result.index(other)
+                result.remove(other)
+                joined = other.joined(unit)
+                ids[joined] = ids[other] | ids[unit]
+                unit = joined
         result.insert(place, unit)
     return result
 

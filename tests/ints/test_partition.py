@@ -107,6 +107,15 @@ def test_blocks_are_found_and_cut_by_class():
     assert names(wide) == ["stack.0", "stack.1", "stack.2"]
 
 
+class Derived(Block):
+    pass
+
+
+@pytest.mark.parametrize("wanted", [Block, "Block", f"{Block.__module__}.Block"])
+def test_classes_and_their_names_take_derived_ones(wanted):
+    assert names(nn.Sequential(Derived(4), Block(4)), [wanted]) == ["0", "1"]
+
+
 def test_tied_parameters_have_one_home():
     units = find_units(TinyLm(depth=2, tied=True), ["Block"])
     (home,) = [unit for unit in units if "embed.weight" in unit.parameters]
