@@ -30,15 +30,9 @@ class Initializer:
     """
 
     def __init__(self, model: nn.Module, loaded: Container[str] = ()) -> None:
-        self._loaded = loaded
+        self._model, self._loaded = model, loaded
         self._told: set[type[nn.Module]] = set()
-        self._parents: dict[nn.Module, nn.Module] = {}
-        self._owners: dict[int, nn.Module] = {}  # by id of the parameter
-        for module in model.modules():
-            for child in module.children():
-                self._parents.setdefault(child, module)
-            for p in module._parameters.values():
-                self._owners.setdefault(id(p), module)
+        self._names = {module: name for name, module in model.named_modules()}
         # as constructors run: those inside before those around, and in the order of their names
         self._children_first: dict[nn.Module, None] = {}
         model.apply(self._children_first.setdefault)
@@ -89,11 +83,12 @@ class Initializer:
             if name in self._loaded:
                 value.zero_()
             else:
-                unset.append((name, p))
-                waiting[self._owners[id(p)]] = None
-                self._require_no_adapter(name, self._owners[id(p)])
+                owner = self._model.get_submodule(name.rpartition(".")[0])
+                self._require_no_adapter(name, owner)
+                unset.append((name, p, owner))
+                waiting[owner] = None
             torch.utils.swap_tensors(p, nn.Parameter(value, requires_grad=p.requires_grad))
-        chosen = self._with_parents(waiting, {id(p) for _, p in unset})
+        chosen = self._with_parents(waiting, {id(p) for _, p, _ in unset})
         for module in waiting:
             self._warn_of_lost_code(module, chosen)
         for module in filter(chosen.__contains__, self._children_first):
@@ -109,8 +104,7 @@ class Initializer:
             if around is not None:
                 with torch.no_grad():
                     cast(Any, around)._init_weights(module)
-        for name, p in unset:
-            owner = self._owners[id(p)]
+        for name, p, owner in unset:
             if not hasattr(owner, "reset_parameters") and _has_unset(p.detach()):
                 raise ValueError(
                     f"Parameter {name!r} is on the meta device and {type(owner).__name__} has no"
@@ -146,10 +140,11 @@ class Initializer:
 
     def _upwards(self, module: nn.Module) -> Iterator[nn.Module]:
         """Yield the module, and those around it."""
-        around: nn.Module | None = module
-        while around is not None:
-            yield around
-            around = self._parents.get(around)
+        yield module
+        name = self._names[module]
+        while name:
+            name = name.rpartition(".")[0]
+            yield self._model.get_submodule(name)
 
     def _warn_of_lost_code(self, module: nn.Module, called: Container[nn.Module]) -> None:
         """Warn once of each class whose constructor may have called code that initialises.

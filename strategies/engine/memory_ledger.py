@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from .engine import Zero3Engine
+from .unit import Unit
 
 
 def by_category(engine: Zero3Engine, module: nn.Module) -> dict[str, int]:
@@ -18,7 +19,7 @@ def by_category(engine: Zero3Engine, module: nn.Module) -> dict[str, int]:
     values = [tensor for chunk in chunks for tensor in chunk.shards()]
     gradients = [chunk.gradients for chunk in chunks if chunk.gradients is not None]
     states = [state for step in engine.steps.values() for state in step.state.values()]
-    kept = [t for state in states for t in state.values() if isinstance(t, Tensor)]
+    kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
     def on_device(tensors: Sequence[Tensor]) -> int:
         # an optimizer's counter of steps may be on the host, too, and is no memory to speak of
@@ -49,17 +50,16 @@ def by_unit(engine: Zero3Engine) -> dict[str, int]:
     State of optimizers that look at whole tensors is missing: it belongs to parameters that this
     rank owns, not to its shards.
     """
-    steps = engine.steps.values()
-    states = {p: _nbytes(state) for step in steps for p, state in step.state.items()}
+    states = [step.state for step in engine.steps.values()]
+
+    def find_values(unit: Unit) -> Iterator[Any]:
+        for chunk in unit.chunks:
+            yield from (chunk.shards()[0], chunk.gradients)
+        for state in states:
+            for entry in unit.entries:
+                yield from state.get(entry.shard, {}).values()
+
     return {
-        unit.name: sum(
-            chunk.shards()[0].nbytes + (0 if chunk.gradients is None else chunk.gradients.nbytes)
-            for chunk in unit.chunks
-        )
-        + sum(states.get(entry.shard, 0) for entry in unit.entries)
+        unit.name: sum(value.nbytes for value in find_values(unit) if isinstance(value, Tensor))
         for unit in engine.units
     }
-
-
-def _nbytes(state: Mapping[str, Any]) -> int:
-    return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
