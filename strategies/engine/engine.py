@@ -345,7 +345,7 @@ class Zero3Engine(Access):
         self.gradients.forget()
         entries = list(self.entries.values()) if changed is None else list(changed)
         self._warn_of_kept_views(entries)
-        units = [self.units[index] for index in dict.fromkeys(entry.unit for entry in entries)]
+        units = [self.units[index] for index in dict.fromkeys([entry.unit for entry in entries])]
         for unit in units:
             unit.spread = unit.spread and {}
             if unit in self.arena.holders:

@@ -88,7 +88,7 @@ class Gradients:
         if not entry.trained:
             return entry.dropped
         # what is over, or lost, is there to be cleared
-        return self.has_gradient(entry) or self.over or entry in self._incomplete
+        return bool(self.used[entry.number]) or self.over or entry in self._incomplete
 
     def require_complete(self, entries: Iterable[Entry]) -> None:
         """Raise a RuntimeError if a gradient of ``entries`` is incomplete, and was not cleared or

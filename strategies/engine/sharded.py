@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -115,7 +115,8 @@ class _Sharded(_Copied, Tensor):
     ) -> Any:
         """Answer, read, store or raise."""
         kwargs = kwargs or {}
-        name, target = name_of(func), cast(Any, args[0] if args else None)
+        name = name_of(func)
+        target: Any = args[0] if args else None
         if isinstance(target, _Sharded):
             if name in ABOUT_LAYOUT:
                 return func(meta_of(target), *args[1:], **kwargs)
@@ -158,8 +159,36 @@ class _Sharded(_Copied, Tensor):
         return format(self.item(), spec) if not self.dim() else object.__format__(self, spec)
 
 
+def gradient_of(parameter: Any) -> Tensor | None:
+    """What ``parameter.grad`` is: in a backward this rank's own, when autograd has just made it,
+    else the whole one.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        local = get_grad(parameter)
+    # torch.compile looks at what it compiles for
+    if local is not None or TracingContext.try_get() is not None:
+        return local
+    return parameter.zero3_entry.owner.gradient(parameter)
+
+
+def set_gradient_of(parameter: Any, grad: Tensor | None = None) -> None:
+    """``parameter.grad = grad``: in a backward this rank's own, which is reduced after the hook
+    that sets it.
+    """
+    in_backward = graph_task() != NO_GRAPH_TASK
+    with torch._C.DisableTorchFunctionSubclass():
+        set_grad(parameter, grad if in_backward else None)  # after a run it may have one
+    if not in_backward:
+        parameter.zero3_entry.owner.set_gradient(parameter, grad)
+
+
+_GRAD = property(gradient_of, set_gradient_of, set_gradient_of)
+
+
 class ShardedParameter(_Sharded, nn.Parameter):
     """A parameter whose unit is sharded. See the module's docstring."""
+
+    grad = _GRAD
 
 
 class ShardedTensor(_Sharded):
@@ -253,9 +282,6 @@ def _assign(tensor: Any, data: Tensor) -> None:
 
 # What a sharded tensor answers by itself.
 _OWN: dict[str, Any] = {
-    "grad.__get__": lambda p: gradient_of(p) if isinstance(p, nn.Parameter) else None,
-    "grad.__set__": lambda p, grad: set_gradient_of(p, grad),
-    "grad.__delete__": lambda p: set_gradient_of(p, None),
     "data.__set__": _assign,
     "storage_offset": lambda p: 0,
     "detach_": lambda p: p,
@@ -357,32 +383,6 @@ def _differentiate(func: Any, outputs: Any, inputs: Any = None, **kwargs: Any) -
     )
 
 
-# ---------------------------------------------------------------------------------------- gradients
-
-
-def gradient_of(parameter: Any) -> Tensor | None:
-    """What ``parameter.grad`` is: in a backward this rank's own, when autograd has just made it,
-    else the whole one.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        local = get_grad(parameter)
-    # torch.compile looks at what it compiles for
-    if local is not None or TracingContext.try_get() is not None:
-        return local
-    return parameter.zero3_entry.owner.gradient(parameter)
-
-
-def set_gradient_of(parameter: Any, grad: Tensor | None) -> None:
-    """``parameter.grad = grad``: in a backward this rank's own, which is reduced after the hook
-    that sets it.
-    """
-    in_backward = graph_task() != NO_GRAPH_TASK
-    with torch._C.DisableTorchFunctionSubclass():
-        set_grad(parameter, grad if in_backward else None)  # after a run it may have one
-    if not in_backward:
-        parameter.zero3_entry.owner.set_gradient(parameter, grad)
-
-
 def keep_engine_last(parameter: Tensor) -> None:
     """Let the engine's post-accumulate hook, which takes the gradient away, run after the
     user's.
@@ -405,7 +405,7 @@ class _InUse(_Copied, nn.Parameter):
     """
 
     since, views = None, ()  # see `_Sharded`
-    grad = property(gradient_of, set_gradient_of, lambda self: set_gradient_of(self, None))
+    grad = _GRAD
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         handle = Tensor.register_post_accumulate_grad_hook(self, hook)

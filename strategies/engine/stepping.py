@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
+from itertools import chain
 from types import MethodType
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.optim import Optimizer
 
 from ..collectives import LOOK_FOR, DivergenceError, Meeting
 from ..support import profile_range
-from .chunk import Entry
+from .chunk import Chunk, Entry
 from .sharded import ResidencyError, describe, is_sharded
 
 State = dict[str, Any]  # an optimizer's, of one parameter
@@ -51,10 +52,15 @@ class StandIns:
 
     def load(self, groups: Sequence[Sequence[Entry]]) -> None:
         """Give the stand-ins their values and gradients; collective."""
-        for entries in groups:
-            for entry in entries:
-                entry.chunk.begin_write()
-                entry.shard.grad = self.engine.gradients.part(entry)
+        used, gradients = self.engine.gradients.used, dict[Chunk, Tensor]()
+        entries = list(chain(*groups))
+        for chunk in dict.fromkeys([entry.chunk for entry in entries]):
+            chunk.begin_write()
+            if any(used[chunk.numbers]):
+                gradients[chunk] = chunk.room_for_gradients()
+        for entry in entries:
+            has_one = used[entry.number]
+            entry.shard.grad = entry.part_of(gradients[entry.chunk]) if has_one else None
 
     def store(self, groups: Sequence[Sequence[Entry]]) -> None:
         """The optimizer has stepped: the values become the module's; collective.
@@ -62,11 +68,10 @@ class StandIns:
         So do gradients that it has cleared.
         """
         gradients = self.engine.gradients
-        for entries in groups:
-            for entry in entries:
-                if entry.shard.grad is None and gradients.has_gradient(entry):
-                    gradients.clear(entry)
-                entry.shard.grad = None
+        for entry in chain(*groups):
+            if entry.shard.grad is None and gradients.has_gradient(entry):
+                gradients.clear(entry)
+            entry.shard.grad = None
 
     def finish(self) -> None:
         """Wait until all steps are done."""
@@ -294,10 +299,10 @@ class OptimizerStep:
         for index, group in enumerate(self.optimizer.param_groups):
             found.append([])
             for p in group["params"]:
-                entry = self.entry_of(p)
-                if entry is None and id(p) in self.engine.trained_ids:
-                    continue  # an integer, which has no gradient
-                if entry is None:
+                entry = self.engine.entries.get(id(p))
+                if entry is not None and entry.trained:
+                    found[-1].append(entry)
+                elif id(p) not in self.engine.trained_ids:  # integers have no gradient
                     name = describe(p) if is_sharded(p) else tuple(p.shape)
                     raise ValueError(
                         f"Param group {index} of {type(self.optimizer).__name__} ({name} and"
@@ -306,7 +311,6 @@ class OptimizerStep:
                         " `on_train_epoch_start` or `on_train_batch_start`), and step the optimizer"
                         " after the next one."
                     )
-                found[-1].append(entry)
         return found
 
     def names(self) -> list[list[str]]:
@@ -364,14 +368,14 @@ class OptimizerStep:
         if self._parameters:
             groups = self._swap_back()
             self.stand_ins.store(groups)
-            self.engine.weights_changed(entry for entries in groups for entry in entries)
+            self.engine.weights_changed(chain(*groups))
 
     def abandon(self) -> None:
         """If a step has failed, put the parameters back, with what it has made of shards; gradients
         must be cleared then.
         """
         if self._parameters:
-            entries = [entry for its in self._swap_back() for entry in its]
+            entries = list(chain(*self._swap_back()))
             self.stand_ins.drop()
             for entry in entries:
                 self.engine.gradients.note_incomplete(entry, "A step failed")

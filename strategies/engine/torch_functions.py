@@ -14,14 +14,14 @@ METADATA = frozenset(
     f"{name}.__get__"
     for name in (
         "shape ndim device layout requires_grad is_leaf grad_fn names output_nr _version"
-        " retains_grad is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_mkldnn is_mps"
-        " is_xpu is_nested is_ipu is_vulkan is_maia is_mtia is_xla _backward_hooks"
+        " retains_grad grad is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_mkldnn"
+        " is_mps is_xpu is_nested is_ipu is_vulkan is_maia is_mtia is_xla _backward_hooks"
         " _post_accumulate_grad_hooks _base"
     ).split()
 ) | frozenset(
     "size dim ndimension numel nelement __len__ __hash__ get_device is_floating_point is_complex"
     " is_signed is_inference is_shared is_same_size is_conj is_neg _is_view has_names"
-    " requires_grad_ requires_grad.__set__ retain_grad register_hook"
+    " requires_grad_ requires_grad.__set__ grad.__set__ retain_grad register_hook"
     " register_post_accumulate_grad_hook _backward_hooks.__set__"
     " _post_accumulate_grad_hooks.__set__ is_pinned __dir__ dense_dim sparse_dim is_distributed"
     " __dlpack_device__ _cdata.__get__ _has_compatible_shallow_copy_type".split()

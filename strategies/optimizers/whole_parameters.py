@@ -58,6 +58,7 @@ class WholeParameters(StandIns):
                 if (p := self.owned.get(entry.name)) is not None:
                     # attributes of the user's own, which the optimizer may look for
                     vars(p).update(vars(entry.parameter))
+                    del p.zero3_entry  # type: ignore[attr-defined]  # the module's parameter is sharded
                     p.data = values[entry.name].to(p.device, copy=True)
                     has_gradient = self.engine.gradients.has_gradient(entry)
                     grad = grads[entry.name]
