@@ -8,7 +8,6 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from inspect import signature
-from itertools import chain
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -257,18 +256,11 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         )
 
     def _convert_precision(self, plugin: Precision) -> Precision:
-        return convert(plugin, self._norm_of, self._shards_of)
+        return convert(plugin, self._step_of)
 
     def _step_of(self, optimizer: Optimizer) -> OptimizerStep:
         assert self.engine is not None
         return self.engine.steps[getattr(optimizer, "_optimizer", optimizer)]
-
-    def _shards_of(self, optimizer: Optimizer) -> AbstractContextManager[list[Tensor]]:
-        return self._step_of(optimizer).shards()
-
-    def _norm_of(self, optimizer: Optimizer) -> Tensor:
-        assert self.engine is not None
-        return self.engine.gradient_norm(chain(*self._step_of(optimizer).entries()))
 
     # --------------------------------------------------------------------------------------- set-up
 
@@ -571,7 +563,6 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
                 way.
         """
         assert self.engine is not None
-        self.engine.adopt_gradients()
         trained = self.engine.gradients.trained
         norm = self.engine.gradient_norm(trained)
         is_double = any(e.dtype in (torch.float64, torch.complex128) for e in trained)

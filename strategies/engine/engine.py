@@ -328,6 +328,7 @@ class Zero3Engine(Access):
         Raises:
             ResidencyError: as :meth:`Gradients.full`.
         """
+        self.adopt_gradients()
         square = self.gradients.squared_norm(entries).to(self.device)
         return self.collectives.all_reduce(square).sqrt()
 

@@ -333,15 +333,15 @@ class OptimizerStep:
             self.engine.gradients.begin_step(type(self.optimizer).__name__, groups)
         if not self._parameters:
             self.stand_ins.load(groups)
-            self._swap(groups, self.stand_ins)
+            self._swap(groups)
             for group in self.optimizer.param_groups if self.stand_ins.steps_later else ():
                 group["params"].clear()
 
-    def _swap(self, groups: list[list[Entry]], stand_ins: StandIns) -> None:
+    def _swap(self, groups: list[list[Entry]]) -> None:
         self.take_state()
         state = self.state  # waits for the host, which may have failed
         self._groups = groups
-        for group, its in zip(self.optimizer.param_groups, stand_ins.of(groups), strict=True):
+        for group, its in zip(self.optimizer.param_groups, self.stand_ins.of(groups), strict=True):
             self._parameters.append(group["params"][:])
             group["params"][:] = its
         self.optimizer.state = state  # type: ignore[assignment]
@@ -386,31 +386,26 @@ class OptimizerStep:
         """Inside, the groups hold the stand-ins, and `optimizer.state` is theirs, as in a step; but
         they have no values.
         """
-        self._swap(self.entries(), self.stand_ins)
+        self._swap(self.entries())
         try:
             yield
         finally:
             self._swap_back()
 
-    @contextmanager
-    def shards(self) -> Iterator[list[Tensor]]:
-        """Inside, the groups hold this rank's shards with their gradients, whatever the optimizer
-        steps on; collective if gradients are held.
-
-        Yields the gradients, which may be changed element by element: scaled, clipped.
+    def parts_of_gradients(self) -> list[Tensor]:
+        """This rank's parts [elements] of the gradients that it steps on, which may be changed
+        element by element (scaled, clipped); collective if gradients are held.
         """
-        groups, shards = self.entries(), StandIns(self.engine)
+        gradients = self.engine.gradients
         self.engine.adopt_gradients()
-        shards.load(groups)
-        self._swap(groups, shards)
-        try:
-            params = [p for group in self.optimizer.param_groups for p in group["params"]]
-            yield [p.grad for p in params if p.grad is not None]
-        finally:
-            self._swap_back()
-            shards.store(groups)
-            self.engine.gradients.forget()
-            self.engine.gradients.forget_norms()
+        gradients.forget()
+        gradients.forget_norms()
+        parts = map(gradients.part, chain(*self.entries()))
+        return [part for part in parts if part is not None]
+
+    def gradient_norm(self) -> Tensor:
+        """The 2-norm [] of all ranks' parts, in float64; collective."""
+        return self.engine.gradient_norm(chain(*self.entries()))
 
     def _before(
         self, optimizer: Optimizer, args: tuple, kwargs: dict[str, Any]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,8 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from ..engine import OptimizerStep
+
 # Modules that autocast runs in the lower precision anyway (torch.amp's op reference), so that
 # gathering their weights in it changes no number.
 _CAST_MODULES = (
@@ -33,36 +35,25 @@ _CAST_MODULES = (
 )
 
 WireDtype = Literal["bf16"]
-NormOf = Callable[[Optimizer], Tensor]  # of the gradients of all ranks that it steps on
-# a context in which an optimizer's groups hold this rank's shards; it gives their gradients
-ShardsOf = Callable[[Optimizer], AbstractContextManager[list[Tensor]]]
+StepOf = Callable[[Optimizer], OptimizerStep]  # what knows an optimizer's shards
+
+
+def _holders(gradients: Sequence[Tensor]) -> list[Any]:
+    """What torch changes the gradients of in place, as if they were parameters."""
+    return [SimpleNamespace(grad=gradient) for gradient in gradients]
 
 
 class _ShardedClipping(Precision):
-    """Clips by the norm of the whole gradient, of which each rank has a part.
+    """Clips by the norm of the whole gradient, of which each rank has a part."""
 
-    Args:
-        norm_of: see :data:`NormOf`.
-        shards_of: see :data:`ShardsOf`.
-    """
-
-    def __init__(
-        self, *args: object, norm_of: NormOf, shards_of: ShardsOf, **kwargs: object
-    ) -> None:
+    def __init__(self, *args: object, step_of: StepOf, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        self._norm_of, self._shards_of = norm_of, shards_of
+        self._step_of = step_of
 
     @override
-    def clip_gradients(
-        self, optimizer: Optimizer, clip_val: int | float = 0.0, *args: Any, **kwargs: Any
-    ) -> None:
-        if clip_val <= 0:
-            return  # `Precision._after_closure` of Lightning calls this in every step
-        with self._shards_of(optimizer) as self._gradients:
-            self._clip(optimizer, clip_val, *args, **kwargs)
-
-    def _clip(self, *args: Any, **kwargs: Any) -> None:
-        super().clip_gradients(*args, **kwargs)
+    def main_params(self, optimizer: Optimizer) -> Any:
+        """Return what `Precision.clip_grad_by_value` of Lightning clips."""
+        return _holders(self._step_of(optimizer).parts_of_gradients())
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
@@ -70,9 +61,11 @@ class _ShardedClipping(Precision):
 
         The factor is that of ``torch.nn.utils.clip_grad_norm_``.
         """
-        factor = torch.clamp(clip_val / (self._norm_of(optimizer) + 1e-6), max=1.0)
-        for device in {grad.device for grad in self._gradients}:  # offload has two
-            its = [grad for grad in self._gradients if grad.device == device]
+        step = self._step_of(optimizer)
+        factor = torch.clamp(clip_val / (step.gradient_norm() + 1e-6), max=1.0)
+        gradients = step.parts_of_gradients()
+        for device in {grad.device for grad in gradients}:  # offload has two
+            its = [grad for grad in gradients if grad.device == device]
             here = factor.to(device)
             # In host memory most steps are spared a pass over gradients; a device would be waited
             # for.
@@ -105,9 +98,9 @@ class Zero3MixedPrecision(_ShardedClipping, MixedPrecision):
         return super().optimizer_step(optimizer, model, complete, **kwargs)
 
     @override
-    def _clip(self, *args: Any, **kwargs: Any) -> None:
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
         if self.scaler is not None:
-            super()._clip(*args, **kwargs)
+            super().clip_gradients(*args, **kwargs)
         else:
             # `MixedPrecision.clip_gradients` of Lightning refuses fused optimizers, which unscale
             # gradients themselves. Without a scaler they have nothing to unscale.
@@ -126,7 +119,7 @@ class Zero3DoublePrecision(_ShardedClipping, DoublePrecision):
 
 
 def _sharded_scaler(
-    scaler: torch.amp.GradScaler | None, device: str, shards_of: ShardsOf
+    scaler: torch.amp.GradScaler | None, device: str, step_of: StepOf
 ) -> torch.amp.GradScaler | None:
     """Return a scaler with the same settings that unscales shards, and checks for infinities over
     all ranks.
@@ -137,9 +130,10 @@ def _sharded_scaler(
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
     class Scaler(ShardedGradScaler):
-        def unscale_(self, optimizer: Optimizer) -> None:
-            with shards_of(optimizer):
-                super().unscale_(optimizer)
+        def _unscale_grads_(self, optimizer: Any, *args: Any) -> Any:
+            its = _holders(step_of(optimizer).parts_of_gradients())
+            optimizer = SimpleNamespace(param_groups=[{"params": its}])
+            return super()._unscale_grads_(optimizer, *args)
 
     return Scaler(
         device,
@@ -170,7 +164,7 @@ def _unscale_for(optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
     found[device] = total.clamp(max=1)
 
 
-def convert(plugin: Precision, norm_of: NormOf, shards_of: ShardsOf) -> Precision:
+def convert(plugin: Precision, step_of: StepOf) -> Precision:
     """Return the plugin for sharded gradients that replaces Lightning's ``plugin``.
 
     Raises:
@@ -178,20 +172,19 @@ def convert(plugin: Precision, norm_of: NormOf, shards_of: ShardsOf) -> Precisio
     """
     if isinstance(plugin, _ShardedClipping):
         return plugin
-    shared: dict[str, Any] = {"norm_of": norm_of, "shards_of": shards_of}
     if type(plugin) is Precision:
-        return Zero3Precision(**shared)
+        return Zero3Precision(step_of=step_of)
     if type(plugin) is MixedPrecision:
         return Zero3MixedPrecision(
             plugin.precision,
             plugin.device,
-            _sharded_scaler(plugin.scaler, plugin.device, shards_of),
-            **shared,
+            _sharded_scaler(plugin.scaler, plugin.device, step_of),
+            step_of=step_of,
         )
     if type(plugin) is HalfPrecision:
-        return Zero3HalfPrecision(plugin.precision, **shared)
+        return Zero3HalfPrecision(plugin.precision, step_of=step_of)
     if type(plugin) is DoublePrecision:
-        return Zero3DoublePrecision(**shared)
+        return Zero3DoublePrecision(step_of=step_of)
     raise ValueError(
         f"Zero3Strategy does not support the precision plugin {type(plugin).__name__}"
         f" ({plugin.precision!r}). Use '32-true', 'bf16-mixed', '16-mixed', 'bf16-true', '16-true'"

@@ -90,8 +90,7 @@ def train(rank, world_size, where, late, optimizer="adamw", steps=6, micro=1, bf
             its = tuple(t.chunk(micro)[number] for t in part(batch, rank, world_size))
             losses.append(step(engine, model, its))
         losses.append(gradient_norm(engine))
-        with engine.steps[optimizer].shards() as shards:
-            torch._foreach_mul_(shards, 0.9)
+        torch._foreach_mul_(engine.steps[optimizer].parts_of_gradients(), 0.9)
         losses += [gradient_norm(engine), model.head.weight.grad.norm().item()]
         optimizer.step()
         schedule.step()

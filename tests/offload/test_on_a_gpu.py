@@ -65,9 +65,8 @@ def clip(where, device, micro):
             with engine.backward():
                 loss.backward()
         norm = engine.gradient_norm(engine.gradients.trained)
-        with engine.steps[optimizer].shards() as shards:
-            for shard in shards:
-                shard.mul_(0.1 / norm.to(shard.device))
+        for part in engine.steps[optimizer].parts_of_gradients():
+            part.mul_(0.1 / norm.to(part.device))
         found += [loss.item(), norm.item(), engine.gradient_norm(engine.gradients.trained).item()]
         optimizer.step()
         optimizer.zero_grad()

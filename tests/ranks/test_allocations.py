@@ -4,7 +4,6 @@ device.
 
 from collections import Counter
 from contextlib import nullcontext
-from itertools import chain
 
 import pytest
 import torch
@@ -51,10 +50,7 @@ def clip(engine, optimizer):
     """As ``Trainer(gradient_clip_val=0.1)`` does it."""
     from lightning_zero3.strategies.numerics.precision import Zero3Precision
 
-    plugin = Zero3Precision(
-        norm_of=lambda optimizer: engine.gradient_norm(chain(*engine.steps[optimizer].entries())),
-        shards_of=lambda optimizer: engine.steps[optimizer].shards(),
-    )
+    plugin = Zero3Precision(step_of=engine.steps.__getitem__)
     plugin.clip_gradients(optimizer, 0.1)
 
 

@@ -4,7 +4,6 @@ that nobody uses.
 
 import gc
 import weakref
-from itertools import chain
 
 import pytest
 import torch
@@ -95,10 +94,7 @@ def _padding_after_nan(rank, world_size):
     from lightning_zero3.strategies.numerics.precision import Zero3Precision
 
     model, optimizer, engine = _engine()
-    clipping = Zero3Precision(
-        norm_of=lambda optimizer: engine.gradient_norm(chain(*engine.steps[optimizer].entries())),
-        shards_of=lambda optimizer: engine.steps[optimizer].shards(),
-    )
+    clipping = Zero3Precision(step_of=engine.steps.__getitem__)
     chunks = engine.gradients.chunks
     padding = _padding(chunks)
 

@@ -42,8 +42,8 @@ class Model(pl.LightningModule):
     def on_after_backward(self):
         self.scaled = self.net.weight.grad.clone()
         step = self.trainer.strategy.engine.steps[self.trainer.optimizers[0]]
-        with step.shards() as grads:
-            self.infinite = any(bool(torch.isinf(grad).any()) for grad in grads)
+        grads = step.parts_of_gradients()
+        self.infinite = any(bool(torch.isinf(grad).any()) for grad in grads)
         if self.infinite:
             self.found_at = len(self.rates) - 1
 
