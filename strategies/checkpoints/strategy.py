@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence, Set
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -185,7 +185,8 @@ class CheckpointStrategy(ProcessStrategy):
         step = self.engine.steps[optimizer]
         step.take_state()
         owned = whole_parameters(step)
-        return sliced_optimizer_state(step, None if owned is None else owned.named(step.state))
+        its = None if owned is None else owned.named(step.state, chain(*step.names()))
+        return sliced_optimizer_state(step, its)
 
     @override
     def save_checkpoint(
@@ -603,9 +604,8 @@ class CheckpointStrategy(ProcessStrategy):
         reads = []
         for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
             step = self.engine.steps[optimizer]
-            owned = whole_parameters(step)
-            set_state = None if owned is None else partial(owned.load_state, step.state)
-            more_reads, remarks = load_optimizer_state(step, state, index, set_state)
+            is_whole = whole_parameters(step) is not None
+            more_reads, remarks = load_optimizer_state(step, state, index, is_whole)
             reads += more_reads
             for remark in (*remarks, *remarks_on_methods(optimizer)):
                 rank_zero_warn(remark)

@@ -76,7 +76,6 @@ class ParamGroups:
         """
         members = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
         if engine.trained_ids.issuperset(map(id, members)):
-            self._follow_moves(engine)
             return engine
         engine.structure.check()
         self._require_possible(engine)
@@ -92,21 +91,6 @@ class ParamGroups:
             _move_state(engine, old.stand_ins, old.state, new.steps[optimizer])
         _move_gradients(engine, new)
         return new
-
-    def _follow_moves(self, engine: Zero3Engine) -> None:
-        """Parameters have come to an optimizer that steps on whole ones from another, or gone."""
-        for index, optimizer in enumerate(self._optimizers):
-            step = engine.steps[optimizer]
-            old = step.stand_ins
-            if not isinstance(old, WholeParameters):
-                continue
-            names = {name for names in step.names() for name in names}
-            if names != old.names:
-                step.take_state()
-                step.stand_ins, state = self._stand_ins(engine, index), {**step.state}
-                for p in old.owned.values():
-                    step.state.pop(p, None)
-                _move_state(engine, old, state, step)
 
     def _require_possible(self, engine: Zero3Engine) -> None:
         names = {name for name, _ in engine.structure.model.named_parameters()}

@@ -9,7 +9,9 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,16 +37,23 @@ class WholeParameters(StandIns):
         self._optimizer = optimizer
         # that the optimizer was given in this step, by name
         self._gradients: dict[str, Tensor | None] = {}
-        entries = [entry for its in engine.steps[optimizer].entries() for entry in its]
-        self.names = {entry.name for entry in entries}
-        self._owners = assign_owners(
-            {entry.name: entry.size.numel() for entry in entries}, engine.collectives.world_size
-        )
-        self.owned = {
-            entry.name: nn.Parameter(torch.empty(0, dtype=entry.dtype, device=entry.shard.device))
-            for entry in entries
-            if self._owners[entry.name] == engine.collectives.rank
-        }
+        self._loads = [0] * engine.collectives.world_size  # elements that each rank owns
+        self._owners: dict[str, int] = {}
+        self.owned = {}
+        self._assign(chain(*engine.steps[optimizer].entries()))
+
+    def _assign(self, entries: Iterable[Entry]) -> None:
+        """Give those of ``entries`` an owner that have none: at first, or as one has come from
+        another optimizer.
+        """
+        new = {entry.name: entry for entry in entries if entry.name not in self._owners}
+        numels = {name: entry.size.numel() for name, entry in new.items()}
+        self._owners |= assign_owners(numels, self._loads)
+        for name, entry in new.items():
+            if self._owners[name] == self.engine.collectives.rank:
+                self.owned[name] = nn.Parameter(
+                    torch.empty(0, dtype=entry.dtype, device=entry.shard.device)
+                )
 
     def of(self, groups: Sequence[Sequence[Entry]]) -> list[list[nn.Parameter]]:
         """See :meth:`StandIns.of`."""
@@ -52,9 +61,10 @@ class WholeParameters(StandIns):
 
     def load(self, groups: Sequence[Sequence[Entry]]) -> None:
         """See :meth:`StandIns.load`."""
-        for unit in self._own_units():
+        self._assign(chain(*groups))
+        for unit, its in self._by_unit(groups).items():
             values, grads = unit.values(), unit.gradients()
-            for entry in unit.entries:
+            for entry in its:
                 if (p := self.owned.get(entry.name)) is not None:
                     # attributes of the user's own, which the optimizer may look for
                     vars(p).update(vars(entry.parameter))
@@ -73,19 +83,18 @@ class WholeParameters(StandIns):
         """
         collectives = self.engine.collectives
         is_first_replica = collectives.global_rank < collectives.world_size
-        for unit in self._own_units():
+        for unit, its in self._by_unit(groups).items():
             for chunk in (chunk for chunk in unit.chunks if chunk.trained):
                 buffer = torch.zeros(
                     chunk.layout.numel, dtype=chunk.master_dtype, device=chunk.device
                 )
                 for entry, view in zip(chunk.entries, chunk.views(buffer), strict=True):
-                    if entry.name in self.owned and is_first_replica:
+                    if entry in its and entry.name in self.owned and is_first_replica:
                         view.copy_(self.owned[entry.name])
                 total = collectives.reduce_scatter(buffer, unit.reduce_label).wait()
-                for entry in chunk.entries:
-                    if entry.name in self.names:
-                        entry.part_of(chunk.values).copy_(entry.part_of(total))
-        self._note_changed([entry for entries in groups for entry in entries])
+                for entry in its.intersection(chunk.entries):
+                    entry.part_of(chunk.values).copy_(entry.part_of(total))
+        self._note_changed(list(chain(*groups)))
         self.drop()
 
     def drop(self) -> None:
@@ -114,26 +123,23 @@ class WholeParameters(StandIns):
                 name = type(self._optimizer).__name__
                 gradients.note_incomplete(entry, f"{name} changed gradients in its step")
 
-    def _own_units(self) -> Iterator[Unit]:
-        for unit in self.engine.units:
-            if self.names.intersection(entry.name for entry in unit.trained):
-                yield unit
+    def _by_unit(self, groups: Sequence[Sequence[Entry]]) -> dict[Unit, set[Entry]]:
+        found: dict[Unit, set[Entry]] = defaultdict(set)
+        for entry in chain(*groups):
+            found[self.engine.units[entry.unit]].add(entry)
+        return found
 
     # ---------------------------------------------------------------------------------------- state
 
-    def named(self, state: Mapping[Any, State]) -> dict[str, State]:
-        """The state of the parameters that this rank owns, by name."""
-        return {name: state[p] for name, p in self.owned.items() if state.get(p)}
-
-    def load_state(self, state: dict[Any, State], by_name: Mapping[str, State]) -> None:
-        """Take this rank's part of a full state."""
-        for name in self.owned.keys() & by_name.keys():
-            p = self.owned[name]
-            state[p] = _placed(by_name[name], p.device)
+    def named(self, state: Mapping[Any, State], names: Iterable[str]) -> dict[str, State]:
+        """The state of those parameters with these ``names`` that this rank owns, by name."""
+        owned = {name: self.owned[name] for name in names if name in self.owned}
+        return {name: state[p] for name, p in owned.items() if state.get(p)}
 
     def names_with_state(self, state: Mapping[Any, State]) -> set[str]:
         """See :meth:`StandIns.names_with_state`."""
-        return set().union(*self.engine.collectives.all_gather_object(set(self.named(state))))
+        mine = set(self.named(state, self.owned))
+        return set().union(*self.engine.collectives.all_gather_object(mine))
 
     def whole_state(self, entry: Entry, state: Mapping[Any, State]) -> State:
         """See :meth:`StandIns.whole_state`."""
@@ -153,6 +159,7 @@ class WholeParameters(StandIns):
 
     def cut_state(self, entry: Entry, whole: State, state: dict[Any, State]) -> None:
         """See :meth:`StandIns.cut_state`."""
+        self._assign([entry])
         if entry.name in self.owned:
             p = self.owned[entry.name]
             state[p] = _placed(whole, p.device)
@@ -169,19 +176,18 @@ def _placed(state: State, device: torch.device) -> State:
     }
 
 
-def assign_owners(numels: Mapping[str, int], world_size: int) -> dict[str, int]:
+def assign_owners(numels: Mapping[str, int], loads: list[int]) -> dict[str, int]:
     """Assign an owner to each parameter: the largest first, each to the rank with least elements.
 
     Args:
         numels: number of elements of each parameter, by name.
-        world_size: number of ranks.
+        loads: number of elements that each rank has, to which those that it gets are added.
 
     Returns:
         The rank that owns each parameter, by name.
     """
-    numels_of_ranks = [0] * world_size
     owners = {}
     for name in sorted(numels, key=lambda name: (-numels[name], name)):
-        owners[name] = numels_of_ranks.index(min(numels_of_ranks))
-        numels_of_ranks[owners[name]] += numels[name]
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += numels[name]
     return owners

@@ -7,7 +7,7 @@ sharded state has parameters by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,7 +147,7 @@ def load_optimizer_state(
     step: OptimizerStep,
     saved: dict[str, Any],
     index: int,
-    set_owned_state: Callable[[State], None] | None = None,
+    steps_on_whole: bool = False,
 ) -> tuple[list[tuple[SavedTensor, SlicedTensor]], list[str]]:
     """Load this rank's part of a saved state; local.
 
@@ -157,7 +157,7 @@ def load_optimizer_state(
         saved: in torch's layout, by number or by parameter name. Tensors may be a
             :class:`~.slices.SavedTensor`.
         index: of the optimizer, for errors.
-        set_owned_state: loads the state of an optimizer that steps on full tensors.
+        steps_on_whole: the optimizer steps on full tensors.
 
     Returns:
         pairs of a saved tensor and the slice that its values are still to be read into; and
@@ -176,14 +176,15 @@ def load_optimizer_state(
     remarks = _load_group_options(names, optimizer, saved, index)
     step.state_of_parameters.clear()
     step.state.update(shared)
-    if set_owned_state is not None:
-        set_owned_state(saved["state"])
-        return [], remarks
     reads: list[tuple[SavedTensor, SlicedTensor]] = []
     places = places_by_name(step.engine)
     for group, entries in zip(optimizer.param_groups, step.entries(), strict=True):
         for entry in entries:
-            for key, value in (saved["state"].get(entry.name) or {}).items():
+            its = saved["state"].get(entry.name) or {}
+            if steps_on_whole:
+                step.stand_ins.cut_state(entry, its, step.state)
+                continue
+            for key, value in its.items():
                 if not isinstance(value, Tensor):
                     mine: Any = value
                 elif key in SCALARS or (not value.dim() and entry.size):
