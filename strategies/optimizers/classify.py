@@ -29,8 +29,7 @@ from .trial import Options, train_copy
 _ELEMENTWISE = frozenset(
     {SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, ASGD, RMSprop, Rprop}
 )
-_SHAPES = [(4, 8), (8,)]  # of the parameters of a trial
-_MATRICES = [(4, 8), (2, 4)]  # for optimizers that refuse vectors
+_SHAPES = [(4, 8), (2, 4)]  # of the parameters of a trial: some optimizers refuse vectors
 _STEPS = (3, 32)  # of a trial; of one for rules that start late
 _LAST_START = 200  # integer options up to this may be the step in which a rule starts
 # Factors of one gradient: a training may have such gradients, and an optimizer a rule for them.
@@ -92,12 +91,11 @@ def _options(group: Options) -> Options:
 
 
 def _require_separate(optimizer: Optimizer, options: Options) -> None:
-    shapes = _MATRICES if _refuses_vectors(optimizer, options) else _SHAPES
     named = *options.values(), *vars(optimizer).values()
     starts = [value for value in named if type(value) is int and max(_STEPS) < value <= _LAST_START]
     trials = [*_STEPS, *(start + 2 for start in starts)]
     try:
-        separate = all([_agree(optimizer, options, shapes, steps) for steps in trials])
+        separate = all([_agree(optimizer, options, steps) for steps in trials])
     except Exception as error:
         wrapped = next((v for v in vars(optimizer).values() if isinstance(v, Optimizer)), None)
         instead = (
@@ -114,9 +112,7 @@ def _require_separate(optimizer: Optimizer, options: Options) -> None:
             " use another strategy."
         ) from error
     if not separate or any(
-        _combines(factor, optimizer, options, shapes, steps)
-        for factor in _FACTORS
-        for steps in trials
+        _combines(factor, optimizer, options, steps) for factor in _FACTORS for steps in trials
     ):
         raise ValueError(
             f"{type(optimizer).__name__} combines several parameters in the update of one: by a"
@@ -127,30 +123,22 @@ def _require_separate(optimizer: Optimizer, options: Options) -> None:
         )
 
 
-def _combines(
-    factor: float, optimizer: Optimizer, options: Options, shapes: list[tuple], steps: int
-) -> bool:
+def _combines(factor: float, optimizer: Optimizer, options: Options, steps: int) -> bool:
     """Say whether one gradient of one tensor, ``factor`` times as large, changes other tensors."""
     try:
-        return not _agree(optimizer, options, shapes, steps, factor)
+        return not _agree(optimizer, options, steps, factor)
     except Exception:
         return False  # the optimizer would raise in the training, too
 
 
-def _agree(
-    optimizer: Optimizer,
-    options: Options,
-    shapes: list[tuple],
-    steps: int,
-    factor: float = 1.0,
-) -> bool:
+def _agree(optimizer: Optimizer, options: Options, steps: int, factor: float = 1.0) -> bool:
     """Say whether training tensors together and one at a time gives the same values.
 
     In the last step but one the gradient of the first tensor is ``factor`` times as large.
     """
     generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     values, *grads = (
-        [torch.randn(shape, generator=generator) for shape in shapes] for _ in range(1 + steps)
+        [torch.randn(shape, generator=generator) for shape in _SHAPES] for _ in range(1 + steps)
     )
     grads[steps - 2][0] *= factor
     together, alone = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
@@ -165,11 +153,3 @@ def _agree(
 
 def _is_close(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
-
-
-def _refuses_vectors(optimizer: Optimizer, options: Options) -> bool:
-    try:
-        train_copy(optimizer, options, [nn.Parameter(torch.ones(8))], [[torch.ones(8)]])
-    except Exception:
-        return True
-    return False
