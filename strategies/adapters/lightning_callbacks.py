@@ -204,9 +204,11 @@ class _SavesOnException(Checkpoint):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
+        # `ModelCheckpoint` has a choice. No rank waits for others where it saves nothing.
+        saves = getattr(self, "_should_save_on_exception", lambda trainer: True)(trainer)
         reason = f"not all ranks end here with a {type(exception).__name__}."
         try:
-            if _strategy(trainer).can_save_after(exception):
+            if not saves or _strategy(trainer).can_save_after(exception):
                 return super().on_exception(trainer, pl_module, exception)
         except DivergenceError as divergence:
             # All ranks get it. A warning leaves the error that ended the run to be raised.
@@ -214,25 +216,11 @@ class _SavesOnException(Checkpoint):
         warnings.warn(f"{type(self).__name__} saves nothing: {reason}", stacklevel=2)
 
 
-class _OnExceptionCheckpoint(_SavesOnException, OnExceptionCheckpoint):
-    pass
-
-
 class _ModelCheckpoint(_SavesOnException, ModelCheckpoint):
     """Keeps the link of `save_last="link"` on a complete checkpoint at any moment.
 
     `ModelCheckpoint._link_checkpoint` removes the old link before it makes the new one.
     """
-
-    @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        if self._should_save_on_exception(trainer):
-            super().on_exception(trainer, pl_module, exception)
-        else:
-            # A subclass of the user may override `on_exception`. No rank waits for others.
-            super(_SavesOnException, self).on_exception(trainer, pl_module, exception)
 
     @staticmethod
     @override
@@ -244,19 +232,10 @@ class _ModelCheckpoint(_SavesOnException, ModelCheckpoint):
 # Lightning's class -> ours before and after the user's class.
 _ADAPTERS: dict[type[Callback], tuple[type | None, type | None]] = {
     ModelCheckpoint: (_ModelCheckpoint, None),
-    OnExceptionCheckpoint: (_OnExceptionCheckpoint, None),
+    OnExceptionCheckpoint: (_SavesOnException, None),
     ModelPruning: (None, _Pruning),
     WeightAveraging: (None, _WeightAveraging),
     StochasticWeightAveraging: (_AverageOfShards, _StochasticWeightAveraging),
-}
-
-
-_REFUSED: dict[type[Callback], str] = {
-    BatchSizeFinder: (
-        "tries sizes until a process is out of memory, which the other ranks would wait for:"
-        " Lightning allows it with no distributed strategy. Try each size in a short run of its own"
-        " (`Trainer(max_steps=3)`), with `CUDAMemoryTracker` to see what it takes."
-    ),
 }
 
 
@@ -267,9 +246,13 @@ def adapt(callbacks: Sequence[Callback]) -> None:
         ValueError: a callback cannot work with shards.
     """
     for callback in callbacks:
-        for base, reason in _REFUSED.items():
-            if isinstance(callback, base):
-                raise ValueError(f"{type(callback).__name__} {reason}")
+        if isinstance(callback, BatchSizeFinder):
+            raise ValueError(
+                f"{type(callback).__name__} tries sizes until a process is out of memory, which the"
+                " other ranks would wait for: Lightning allows it with no distributed strategy. Try"
+                " each size in a short run of its own (`Trainer(max_steps=3)`), with"
+                " `CUDAMemoryTracker` to see what it takes."
+            )
         cls: Any = type(callback)
         for base, (before, after) in _ADAPTERS.items():
             if isinstance(callback, base) and not isinstance(callback, before or after or base):
