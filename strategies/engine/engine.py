@@ -34,6 +34,7 @@ from .gradients import Gradients
 from .hooks import install, take_gradients, tracing_state, transform, watch_outputs
 from .initial_values import Initializer
 from .isolation import apart
+from .layout import overlap
 from .module_tree import Structure
 from .offload import Host, HostChunk, Offload, start_worker
 from .partition import UnitPolicy, find_units
@@ -151,8 +152,10 @@ class Zero3Engine(Access):
         # graphs need addresses.
         self.arena = Arena(self.collectives.allocate(layout.nbytes, self.device))
         self._streams = gather, reduce
-        for unit, region in zip(self.units, layout.regions, strict=True):
-            unit.connect(self.collectives, gather, self.arena, region)
+        places = dict(zip(self.units, layout.regions, strict=True))
+        for unit, region in places.items():
+            unit.connect(self.collectives, gather, self.arena, region.start)
+            unit.rivals = {u for u, its in places.items() if u is not unit and overlap(its, region)}
         self.reducer = Reducer(
             self.units,
             self.collectives,

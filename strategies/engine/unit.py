@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from ..collectives import LocalCollectives, Work, widen
 from ..support import profile_range
 from .chunk import Chunk, Entry
 from .isolation import apart
-from .layout import ArenaLayout, overlap
+from .layout import ArenaLayout
 from .offload import HostChunk
 from .partition import UnitModules
 from .sharded import ResidencyError, ShardedParameter, absent_like, set_data
@@ -119,7 +119,7 @@ class Unit:
     """Parameters that are unsharded, used and resharded together."""
 
     phase: Phase
-    region: range  # bytes of the arena that its own buffer may take; other units share them
+    rivals: Set[Unit]  # other units whose own buffers share memory with its own
     buffer: Buffer  # that it is unsharded into now, or was
     pins: int  # uses that have not ended
     # parameters hold values of their own (`gathered`): there is nothing to unshard for a forward
@@ -149,13 +149,14 @@ class Unit:
         return self.labels[Exchange.REDUCE]
 
     def connect(
-        self, collectives: LocalCollectives, stream: Stream, arena: Arena, region: range
+        self, collectives: LocalCollectives, stream: Stream, arena: Arena, start: int
     ) -> None:
-        """Take the buffer at the start of ``region``, and leave the parameters without memory."""
+        """Take the buffer at ``start`` [bytes of the arena], and leave the parameters without
+        memory.
+        """
         self._collectives, self._stream, self.arena = collectives, stream, arena
         self.hosted = [chunk for chunk in self.chunks if isinstance(chunk, HostChunk)]
-        self.region = region
-        memory = arena.memory[region.start : region.start + self.nbytes]
+        memory = arena.memory[start : start + self.nbytes]
         self._home = self.buffer = Buffer(self, memory, collectives.rank)
         # (device type, dtype) that some of its weights are rounded to, as autocast would
         device = arena.memory.device.type
@@ -191,15 +192,13 @@ class Unit:
             self._collectives.exchange_log.progress[0] = self.index
         if self.phase is not Phase.SHARDED or self.lent:
             return
-        start, stop, arena = self.region.start, self.region.stop, self.arena
-        for other in arena.in_use:
-            if start < other.region.stop and other.region.start < stop:
-                if ahead:
-                    return
-                self.buffer = self._spare()  # on all ranks
-                break
+        arena = self.arena
+        if not self.rivals.isdisjoint(arena.in_use):
+            if ahead:
+                return
+            self.buffer = self._spare()  # on all ranks
         for other in tuple(arena.holders):
-            if start < other.region.stop and other.region.start < stop:
+            if other in self.rivals:
                 other.reshard()
         # on this rank, perhaps
         is_kept = (
@@ -225,7 +224,18 @@ class Unit:
         """
         if self._beside is not None:
             before, self.buffer = self._home.memory.clone(), self._home
-        self._start()
+        if self.arena.announce is not None:
+            self.arena.announce(self, Exchange.UNSHARD)
+        # No torch.func transform is to see it.
+        with apart() if _modes() or _inference() else torch._C._DisableFuncTorch():
+            for chunk in self.hosted:
+                chunk.begin_load()
+            if self._stream.on_device:
+                self._filled = self._stream.run(self._send, [self.buffer.memory])
+            else:
+                self._send()
+            for chunk in self.hosted:
+                chunk.end_load(self._filled)
         self.phase = Phase.UNSHARDING
         if self._beside is not None:
             self.wait()
@@ -239,27 +249,13 @@ class Unit:
         kept = self.arena.kept
         for unit in [each for each in kept if not (each._home.is_held() or each.pins)]:
             del kept[unit]
-        return any(unit is not self and overlap(unit.region, self.region) for unit in kept)
+        return not self.rivals.isdisjoint(kept)
 
     def _spare(self) -> Buffer:
         """Memory for this once: its own is another unit's, or holds what somebody still has."""
         with apart():
             memory = self.arena.memory.new_empty(self.nbytes)
             return Buffer(self, memory, self._collectives.rank)
-
-    def _start(self) -> None:
-        if self.arena.announce is not None:
-            self.arena.announce(self, Exchange.UNSHARD)
-        # No torch.func transform is to see it.
-        with apart() if _modes() or _inference() else torch._C._DisableFuncTorch():
-            for chunk in self.hosted:
-                chunk.begin_load()
-            if self._stream.on_device:
-                self._filled = self._stream.run(self._send, [self.buffer.memory])
-            else:
-                self._send()
-            for chunk in self.hosted:
-                chunk.end_load(self._filled)
 
     def _send(self) -> None:
         for chunk in self.hosted:
@@ -285,7 +281,7 @@ class Unit:
             if self._stream.on_device:
                 # hazard: computing with weights that are still arriving
                 self._stream.join(self._filled)
-            # As in `_start`: on the CPU it is now that shards are copied.
+            # As in `_fill`: on the CPU it is now that shards are copied.
             with apart() if _modes() or _inference() else torch._C._DisableFuncTorch():
                 if self._narrow and self._pending:
                     self._widen()
@@ -466,10 +462,10 @@ class WholeUnit(Unit):
     """
 
     def connect(
-        self, collectives: LocalCollectives, stream: Stream, arena: Arena, region: range
+        self, collectives: LocalCollectives, stream: Stream, arena: Arena, start: int
     ) -> None:
         """See :meth:`Unit.connect`."""
-        self._collectives, self.arena, self.region = collectives, arena, region
+        self._collectives, self.arena = collectives, arena
         for entry in self.entries:
             entry.aliases = deque(maxlen=0)  # nobody needs to know what is written to `.data`
             place = entry.chunk.layout.offsets[entry.chunk.entries.index(entry)]
