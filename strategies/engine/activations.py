@@ -13,11 +13,11 @@ first needs something of the group after it. What is saved last stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
-from weakref import WeakValueDictionary, ref
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -48,11 +48,8 @@ def parse_activations(value: str | None) -> int | None:
 @dataclass(eq=False)
 class _Group:
     before: _Group | None = None
-    members: list[Callable[[], Stored | None]] = field(default_factory=list)  # weak
+    members: WeakSet[Stored] = field(default_factory=WeakSet)
     is_away = False  # not on the device
-
-    def alive(self) -> list[Stored]:
-        return [stored for member in self.members if (stored := member()) is not None]
 
 
 @dataclass(eq=False)
@@ -142,7 +139,7 @@ class Activations:
         if (stored := self._known.get(key)) is None:
             stored = Stored(held, group, StorageWeakRef(storage), self._nothing)
             self._known[key] = stored
-            group.members.append(ref(stored))
+            group.members.add(stored)
             self._saved += storage.nbytes()
         witness = held.detach()
         witness.data = self._nothing
@@ -161,7 +158,7 @@ class Activations:
             return
         pairs = []
         with apart():
-            for stored in group.alive():
+            for stored in group.members:
                 source = self._nothing.clone().set_(stored.here.untyped_storage())
                 stored.host = self._room(source.nbytes)
                 pairs.append((stored.host, source))
@@ -185,7 +182,7 @@ class Activations:
             self._land()
             group.is_away, pairs = False, []
             with apart():
-                for stored in group.alive():
+                for stored in group.members:
                     stored.here = torch.empty_like(stored.host, device=self._device)
                     pairs.append((stored.here, stored.host))
                 self._copy(group, pairs)
@@ -208,7 +205,7 @@ class Activations:
             # what is still arriving
             self._stream.join(self._mark)
             group, self._flight = self._flight[0], None
-            for stored in group.alive() if drop else ():
+            for stored in group.members if drop else ():
                 stored.here = self._nothing
             group.is_away |= drop
 

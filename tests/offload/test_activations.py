@@ -191,7 +191,7 @@ def wait_and_bring(self, saved, bring=activations.Activations.bring):
 
 def poison_what_is_freed(self, drop=False, land=activations.Activations._land):
     """Memory that is freed gets other values, perhaps before a copy of it is made."""
-    before = [stored.here for stored in self._flight[0].alive()] if self._flight else []
+    before = [stored.here for stored in self._flight[0].members] if self._flight else []
     pairs = self._flight and self._flight[1]
     land(self, drop)
     for here in before if drop else ():
