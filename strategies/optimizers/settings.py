@@ -32,10 +32,12 @@ def _find_numbers(option: str, value: Any) -> list[tuple[str, float]]:
     Lists of lists are left out: there an optimizer notes the tensors that it has on this rank.
     """
     if isinstance(value, tuple | list):
-        named = [
-            (f"{option}[{k}]", item) for k, item in enumerate(value) if not isinstance(item, list)
+        return [
+            found
+            for k, item in enumerate(value)
+            if not isinstance(item, list)
+            for found in _find_numbers(f"{option}[{k}]", item)
         ]
-        return [found for name, item in named for found in _find_numbers(name, item)]
     if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
         value = value.item()
     # nan is left out: it never equals another rank's, and each nan object has a hash of its own.

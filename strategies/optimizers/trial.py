@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -26,7 +26,7 @@ def train_copy(
     parameters: Sequence[nn.Parameter],
     grads: Sequence[Sequence[Tensor]],
     loss: float = 1.0,
-) -> Optimizer:
+) -> None:
     """Let a copy of ``optimizer`` train ``parameters``, which are its one param group.
 
     The copy takes every other step with a closure, if it accepts one, and all if it requires one.
@@ -38,18 +38,18 @@ def train_copy(
         grads: gradients of each step, one for each parameter; in each step a tenth of the
             parameter is added.
         loss: value that the closure returns.
-
-    Returns:
-        The copy, with its state.
     """
     copy = _copy_optimizer(optimizer, options, parameters)
-    with_closure = _choose_steps_with_closure(copy)
+    closure = inspect.signature(copy.step).parameters.get("closure")
     with _without_global_hooks():
         for number, step in enumerate(grads):
             evaluate = partial(_evaluate_closure, parameters, step, loss)
             evaluate()
-            copy.step(closure=evaluate) if with_closure(number) else copy.step()
-    return copy
+            # Lightning passes one to every step but those of manual optimization.
+            if closure is None or (closure.default is not closure.empty and number % 2):
+                copy.step()
+            else:
+                copy.step(closure=evaluate)
 
 
 def _copy_optimizer(
@@ -60,10 +60,7 @@ def _copy_optimizer(
     """
     cls = type(optimizer)
     copy, group = cls.__new__(cls), _copy(options, {})
-    rate = group.get("lr") or 0.0
-    group["lr"] = (
-        rate.clamp_min(_LEAST_RATE) if isinstance(rate, Tensor) else max(rate, _LEAST_RATE)
-    )
+    group["lr"] = max(group.get("lr") or 0.0, _LEAST_RATE)
     memo: dict[int, Any] = {
         id(p): torch.empty(0) for g in optimizer.param_groups for p in g["params"]
     }
@@ -95,19 +92,6 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
         return deepcopy(value, memo)
     except Exception:
         return value
-
-
-def _choose_steps_with_closure(optimizer: Optimizer) -> Callable[[int], bool]:
-    """Return a function that says for the number of a step whether to pass a closure.
-
-    Lightning passes a closure to every step but those of manual optimization, so the copy must be
-    tried both ways.
-    """
-    accepted = inspect.signature(optimizer.step).parameters
-    closure = accepted.get("closure")
-    if closure is None:
-        return lambda number: False
-    return lambda number: closure.default is closure.empty or number % 2 == 0
 
 
 def _evaluate_closure(
