@@ -44,7 +44,7 @@ from .partition import UnitPolicy, find_units
 from .sharded import ResidencyError, ShardedParameter, is_sharded, owner_or_none
 from .stepping import SCALARS, OptimizerStep, StandIns, State
 from .torch_functions import instances
-from .unit import Unit, is_in_buffer
+from .unit import Exchange, Unit, is_in_buffer
 
 __all__ = [
     "FUSED",
@@ -52,6 +52,7 @@ __all__ = [
     "ActivationsKind",
     "Chunk",
     "Entry",
+    "Exchange",
     "HostChunk",
     "HostShards",
     "Offload",

@@ -143,11 +143,6 @@ class Unit:
         self._filled: torch.cuda.Event | None = None  # where the stream has filled the buffer
         self._beside: Buffer | None = None  # another one, because its own is held on this rank
 
-    @property
-    def reduce_label(self) -> int:
-        """Names the reduction of its gradients to other ranks."""
-        return self.labels[Exchange.REDUCE]
-
     def connect(
         self, collectives: LocalCollectives, stream: Stream, arena: Arena, start: int
     ) -> None:

@@ -46,10 +46,6 @@ class LongVector(StandIns):
         """See :meth:`StandIns.of`; `torch.optim.LBFGS` has all in its only group."""
         return [[*super().of(groups)[0], self._tail]]
 
-    def names_with_state(self, state: dict[Any, State]) -> set[str]:
-        """See :meth:`StandIns.names_with_state`: it is of all parameters together."""
-        return set()
-
     def whole_state(self, entry: Entry, state: dict[Any, State]) -> State:
         """See :meth:`StandIns.whole_state`."""
         raise ValueError(

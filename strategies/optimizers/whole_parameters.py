@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..engine import Entry, StandIns, State, Unit, Zero3Engine
+from ..engine import Entry, Exchange, StandIns, State, Unit, Zero3Engine
 
 
 class WholeParameters(StandIns):
@@ -91,7 +91,7 @@ class WholeParameters(StandIns):
                 for entry, view in zip(chunk.entries, chunk.views(buffer), strict=True):
                     if entry in its and entry.name in self.owned and is_first_replica:
                         view.copy_(self.owned[entry.name])
-                total = collectives.reduce_scatter(buffer, unit.reduce_label).wait()
+                total = collectives.reduce_scatter(buffer, unit.labels[Exchange.REDUCE]).wait()
                 for entry in its.intersection(chunk.entries):
                     entry.part_of(chunk.values).copy_(entry.part_of(total))
         self._note_changed(list(chain(*groups)))
