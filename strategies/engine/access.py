@@ -32,7 +32,6 @@ from .unit import Unit
 class Access:
     """What an engine answers for its parameters, as their owner, while they are sharded."""
 
-    units: list[Unit]
     entries: dict[int, Entry]  # by the `id` of the parameter
     collectives: LocalCollectives
     gradients: Gradients
@@ -58,11 +57,11 @@ class Access:
         collective, each unit is unsharded once.
         """
         found: dict[int, Tensor] = {}
-        by_unit: dict[Unit, list[Tensor]] = {}
+        by_unit: dict[Unit, list[Any]] = {}
         with apart():
             for each in tensors:
                 if each.since is None:
-                    by_unit.setdefault(self.units[each.zero3_entry.unit], []).append(each)
+                    by_unit.setdefault(each.zero3_entry.unit, []).append(each)
                 else:
                     found[id(each)] = self.gradients.full(self._current(each))
             for unit, its in by_unit.items():
@@ -165,7 +164,7 @@ class Access:
         if self.collectives.alone:
             yield  # they are
             return
-        units = list(dict.fromkeys(self.units[entry.unit] for entry in wanted))
+        units = list(dict.fromkeys(entry.unit for entry in wanted))
         if (
             units and units[0].arena.announce is None
         ):  # else ranks that have nothing to run take part

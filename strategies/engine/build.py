@@ -62,15 +62,12 @@ def build_units(
         for name, p in part.parameters.items():
             _check_parameter(name, p)
             is_trained = id(p) in trained and (p.is_floating_point() or p.is_complex())
-            label = f"{name!r} (unit {part.name})"
-            cls = p.zero3_entry.cls if is_sharded(p) else type(p)
-            meta = torch.empty_like(p, device="meta")
             # a single rank unshards nothing: its parameters view their shards
             slot = p.dtype if collectives.alone else slot_dtype(name, p)
             wires = slot == torch.float32 and not collectives.alone
             wire = wire_dtype(name, p) if wires else slot
             buckets.setdefault((is_trained, slot, wire, p.dtype), []).append(
-                Entry(name, p, label, cls, meta, is_trained, index)
+                Entry(name, p, is_trained)
             )
         chunks = [
             _chunk(bucket, dtypes, collectives.world_size)

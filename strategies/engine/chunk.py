@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .layout import ChunkLayout, Span
-from .sharded import class_in_use
+from .sharded import class_in_use, is_sharded
 
 
 @dataclass(eq=False)
@@ -26,11 +26,7 @@ class Entry:
 
     name: str
     parameter: Any  # an `nn.Parameter`
-    label: str  # its name and its unit's, for errors
-    cls: type[nn.Parameter]  # the user's class of it
-    meta: Tensor  # on the meta device: the user's dtype, shape and strides
     trained: bool  # an optimizer has it
-    unit: int  # index of its unit
     number: int = -1  # among all trained parameters of the engine
     seen: int = 0  # version when its use began: a change in place shows
     assigned: int = 0  # how often its gradient was cleared or replaced
@@ -39,6 +35,7 @@ class Entry:
     aliases: MutableSequence[Tensor] = field(default_factory=list)
 
     # set when an engine takes it over
+    unit: Any = field(init=False, repr=False)  # its :class:`~.unit.Unit`
     chunk: Chunk = field(init=False, repr=False)
     span: Span | None = field(init=False)  # of the elements that this rank owns; None: of none
     owner: Any = field(init=False, repr=False)  # the :class:`~.engine.Zero3Engine` that stores it
@@ -48,8 +45,12 @@ class Entry:
     shard: nn.Parameter = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.cls_in_use = class_in_use(self.cls)
-        self.dtype, self.size = self.meta.dtype, self.meta.shape  # the user's
+        parameter = self.parameter
+        # the user's; an engine of an earlier run may have it
+        self.cls = parameter.zero3_entry.cls if is_sharded(parameter) else type(parameter)
+        self.cls_in_use = class_in_use(self.cls)  # type: ignore[arg-type]
+        self.meta = torch.empty_like(parameter, device="meta")
+        self.dtype, self.size = self.meta.dtype, self.meta.shape
         self.stride = self.meta.stride()  # of the dense memory order it is stored in
 
     def was_written(self) -> bool:

@@ -84,6 +84,7 @@ class Zero3Engine(Access):
         ValueError: see :mod:`~.partition` and :mod:`~.build`.
     """
 
+    units: list[Unit]
     inspect: Callable[[Unit, Any], None] | None = None  # looks at a unit's outputs
 
     def __init__(
@@ -349,7 +350,7 @@ class Zero3Engine(Access):
         self.gradients.forget()
         entries = list(self.entries.values()) if changed is None else list(changed)
         self._warn_of_kept_views(entries)
-        units = [self.units[index] for index in dict.fromkeys([entry.unit for entry in entries])]
+        units = dict.fromkeys([entry.unit for entry in entries])
         for unit in units:
             unit.spread = unit.spread and {}
             if unit in self.arena.holders:
@@ -365,7 +366,7 @@ class Zero3Engine(Access):
             return
         units = {entry.unit for entry in changed}
         for unit in self.arena.kept:
-            is_ours = unit.index in units and unit.phase is not Phase.IN_USE
+            is_ours = unit in units and unit.phase is not Phase.IN_USE
             if is_ours and unit.buffer.is_held() and not self._has_warned:
                 self._has_warned = True
                 warnings.warn(

@@ -24,7 +24,7 @@ class Gradients:
     used: bytearray
 
     def __init__(self, units: list[Unit], reducer: Reducer, exchange_log: ExchangeLog) -> None:
-        self._units, self.reducer, self._exchange_log = units, reducer, exchange_log
+        self.reducer, self._exchange_log = reducer, exchange_log
         self.trained = [entry for unit in units for entry in unit.trained]  # by number
         self.chunks = [chunk for unit in units for chunk in unit.chunks if chunk.trained]
         self.used = bytearray(len(self.trained))
@@ -148,9 +148,8 @@ class Gradients:
                 " rate of 0 will do), or freeze it (`requires_grad_(False)`)."
             )
         self._require_readable(entry)
-        unit = self._units[entry.unit]
         if entry.name not in self._full:
-            self._full = unit.gradients()
+            self._full = entry.unit.gradients()
         return self._full[entry.name].clone()
 
     def squared_norm(self, entries: Iterable[Entry]) -> Tensor:

@@ -60,7 +60,7 @@ class HostShards(StandIns):
                 by_chunk[entry.chunk].append(entry)
             for chunk, its in by_chunk.items():
                 work[chunk].append((options, its))
-        for chunk in sorted(work, key=lambda chunk: chunk.entries[0].unit):
+        for chunk in sorted(work, key=lambda chunk: chunk.entries[0].unit.index):
             step = partial(self._change, work[chunk], state, scaling)
             if isinstance(chunk, HostChunk):
                 chunk.step_with(step)

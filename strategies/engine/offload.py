@@ -334,9 +334,10 @@ class HostChunk(Chunk):
                 with torch.no_grad():
                     work()
             except Exception as error:
+                entry = self.entries[0]
                 raise RuntimeError(
-                    "Offload: the host's work on parameter"
-                    f" {self.entries[0].label} and its neighbours failed"
+                    f"Offload: the host's work on parameter {entry.name!r} (unit"
+                    f" {entry.unit.name}) and its neighbours failed"
                     f" ({type(error).__name__}: {error})."
                 ) from error
 

@@ -69,7 +69,8 @@ def owner_or_none(parameter: Any) -> Any:
 def describe(tensor: Any) -> str:
     """A parameter, or its gradient, in words, with the name of its unit."""
     of = "" if tensor.since is None else "the gradient of "
-    return f"{of}parameter {tensor.zero3_entry.label}"
+    entry = tensor.zero3_entry
+    return f"{of}parameter {entry.name!r} (unit {entry.unit.name})"
 
 
 def refusal(name: str, tensor: Tensor) -> ResidencyError:
@@ -262,7 +263,7 @@ def _ordinary(tensor: Any) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return full
     copied = nn.Parameter(full, tensor.requires_grad)
-    copied.__class__ = tensor.zero3_entry.cls
+    copied.__class__ = tensor.zero3_entry.cls  # type: ignore[attr-defined]
     return copied
 
 

@@ -89,9 +89,8 @@ class StandIns:
 
     def whole_state(self, entry: Entry, state: dict[Any, State]) -> State:
         """The state of ``entry``, tensors of its shape in memory of their own; collective."""
-        unit = self.engine.units[entry.unit]
         return {
-            key: unit.whole(entry, value)
+            key: entry.unit.whole(entry, value)
             if isinstance(value, Tensor) and value.dim() == 1
             else value.clone()
             if isinstance(value, Tensor)

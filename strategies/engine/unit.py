@@ -132,6 +132,8 @@ class Unit:
         self.name, self.members = modules.name, modules.members
         self.nested = modules.nested
         self.entries = [e for chunk in chunks for e in chunk.entries]
+        for entry in self.entries:
+            entry.unit = self
         self.trained = [e for e in self.entries if e.trained]
         self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the buffer
         # name exchanges to other ranks
