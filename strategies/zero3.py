@@ -344,8 +344,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
 
     def _tell_offload(self) -> None:
         assert self.engine is not None and self.engine.host is not None
-        chunks = [chunk for unit in self.engine.units for chunk in unit.chunks]
-        rank_zero_info(self.engine.host.describe(chunks))
+        rank_zero_info(self.engine.host.describe(self.engine.chunks))
         for optimizer in self.optimizers:
             name = type(optimizer).__name__
             if type(optimizer) not in FUSED:

@@ -39,7 +39,7 @@ class Shards(nn.Module):
     def __init__(self, model: ShardedModel) -> None:
         super().__init__()
         self._model = model
-        for k, chunk in enumerate(_chunks(model.engine)):
+        for k, chunk in enumerate(model.engine.chunks):
             self.register_parameter(f"shard_{k}", nn.Parameter(chunk.values, requires_grad=False))
         for k, buffer in enumerate(model.lightning_module.buffers()):
             self.register_buffer(f"buffer_{k}", buffer)
@@ -77,7 +77,7 @@ class Shards(nn.Module):
 
     def reshard(self, old: Zero3Engine, new: Zero3Engine) -> None:
         """Shard this copy as ``new`` shards the module, instead of ``old``; collective."""
-        sources = dict(zip(_chunks(old), self.parameters(), strict=True))
+        sources = dict(zip(old.chunks, self.parameters(), strict=True))
         self._parameters.clear()
         for old_unit, unit in zip(old.units, new.units, strict=True):
             whole = old_unit.full(lambda chunk: sources[chunk].to(old.device))
@@ -97,7 +97,7 @@ class Shards(nn.Module):
         """Return the module's state dict with this copy's slices and buffers; no exchange."""
         destination = {} if destination is None else destination
         shards = dict(
-            zip(_chunks(self._model.engine), (p.detach() for p in self.parameters()), strict=True)
+            zip(self._model.engine.chunks, (p.detach() for p in self.parameters()), strict=True)
         )
         buffers = dict(
             zip(map(id, self._model.lightning_module.buffers()), self.buffers(), strict=True)
@@ -125,10 +125,6 @@ class Shards(nn.Module):
             for shards in (self, self.shards_of_module())
         )
         return list(zip(mine, theirs, strict=True))
-
-
-def _chunks(engine: Zero3Engine) -> list[Chunk]:
-    return [chunk for unit in engine.units for chunk in unit.chunks]
 
 
 class ShardedAverage(AveragedModel):

@@ -112,7 +112,8 @@ class Zero3Engine(Access):
         self.units = build_units(
             parts, trained, slot_dtype, wire_dtype, collectives, debug, offload
         )
-        hosted = [c for unit in self.units for c in unit.chunks if isinstance(c, HostChunk)]
+        self.chunks = [chunk for unit in self.units for chunk in unit.chunks]
+        hosted = [chunk for chunk in self.chunks if isinstance(chunk, HostChunk)]
         self.entries = {id(e.parameter): e for unit in self.units for e in unit.entries}
         self.trained_ids = trained
         check_memory(model)
@@ -323,7 +324,7 @@ class Zero3Engine(Access):
 
     def settle(self) -> None:
         """Wait until the host has done what it has to do, and raise what failed there."""
-        for chunk in (chunk for unit in self.units for chunk in unit.chunks):
+        for chunk in self.chunks:
             chunk.settle()
 
     def gradient_norm(self, entries: Iterable[Entry]) -> Tensor:

@@ -15,9 +15,8 @@ def by_category(engine: Zero3Engine, module: nn.Module) -> dict[str, int]:
     """Parameters, gradients, optimizer_state, unsharded_units, reduce_buffer and buffers; with
     offload what is in host memory, apart, with the room for activations.
     """
-    chunks = [chunk for unit in engine.units for chunk in unit.chunks]
-    values = [tensor for chunk in chunks for tensor in chunk.shards()]
-    gradients = [chunk.gradients for chunk in chunks if chunk.gradients is not None]
+    values = [tensor for chunk in engine.chunks for tensor in chunk.shards()]
+    gradients = [chunk.gradients for chunk in engine.chunks if chunk.gradients is not None]
     states = [state for step in engine.steps.values() for state in step.state.values()]
     kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
 

@@ -273,7 +273,7 @@ def _doubts(seen: list[_Report], again: list[_Report]) -> list[str]:
 def _restored(engine: Zero3Engine) -> Iterator[None]:
     """Put back weights, gradients and buffers at the end; inside, gradients add up from zero."""
     gradients = [chunk.gradients_or_zeros() for chunk in engine.gradients.chunks]
-    values = [chunk.values for unit in engine.units for chunk in unit.chunks]
+    values = [chunk.values for chunk in engine.chunks]
     copies = [(t, t.to("cpu", copy=True)) for t in [*values, *gradients]]
     restore_buffers = engine.buffers.keep()
     for gradient in gradients:
