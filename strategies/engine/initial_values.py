@@ -34,7 +34,7 @@ class Initializer:
         self._told: set[type[nn.Module]] = set()
         self._names = {module: name for name, module in model.named_modules()}
         # as constructors run: those inside before those around, and in the order of their names
-        self._children_first: dict[nn.Module, None] = {}
+        self._children_first: dict[Any, None] = {}
         model.apply(self._children_first.setdefault)
 
     def fill_buffers(self, model: nn.Module) -> None:
@@ -50,12 +50,10 @@ class Initializer:
                 continue
             for name in waiting:
                 module._buffers[name] = _unset(cast(Tensor, module._buffers[name]))
-            around = self._around(module)
             if hasattr(module, "reset_running_stats"):
                 cast(Any, module).reset_running_stats()
-            elif around is not None:
-                with torch.no_grad():
-                    cast(Any, around)._init_weights(module)
+            else:
+                self._init_weights(module)
             for name in waiting:
                 buffer, full = cast(Tensor, module._buffers[name]), f"{prefix}.{name}".lstrip(".")
                 if full in self._loaded:
@@ -93,17 +91,14 @@ class Initializer:
             self._warn_of_lost_code(module, chosen)
         for module in filter(chosen.__contains__, self._children_first):
             if module in waiting and hasattr(module, "reset_parameters"):
-                cast(Any, module).reset_parameters()
+                module.reset_parameters()
             elif _has_private_reset(module):
                 with torch.no_grad():
-                    cast(Any, module)._reset_parameters()
+                    module._reset_parameters()
         # some models initialise layers from the module around them
         chosen = self._with_parents(waiting, {id(p) for _, p in named})
         for module in filter(chosen.__contains__, self._children_first):
-            around = self._around(module)
-            if around is not None:
-                with torch.no_grad():
-                    cast(Any, around)._init_weights(module)
+            self._init_weights(module)
         for name, p, owner in unset:
             if not hasattr(owner, "reset_parameters") and _has_unset(p.detach()):
                 raise ValueError(
@@ -168,7 +163,12 @@ class Initializer:
                     stacklevel=2,
                 )
 
-    def _around(self, module: nn.Module) -> nn.Module | None:
+    def _init_weights(self, module: nn.Module) -> None:
+        if (around := self._around(module)) is not None:
+            with torch.no_grad():
+                around._init_weights(module)
+
+    def _around(self, module: nn.Module) -> Any:
         """Return the nearest module around it, or itself, whose ``_init_weights`` takes a layer."""
         for around in self._upwards(module):
             if _takes_layer(getattr(around, "_init_weights", None)):
