@@ -144,13 +144,12 @@ class _Sharded(_Copied, Tensor):
         if func in (torch.autograd.grad, torch.autograd.backward):
             return _differentiate(func, *args, **kwargs)
         if name in KINDS:
-            args, kwargs = tree_map_only(_Sharded, _kind, (args, kwargs))
-            result = func(*args, **kwargs)
+            kinds, options = tree_map_only(_Sharded, _kind, (args, kwargs))
+            result = func(*kinds, **options)
             if not isinstance(target, _Sharded) or not isinstance(result, Tensor):
                 return result
-            if result is args[0]:
+            if result is kinds[0]:
                 return target  # as it is already, as `metric.to(device)` finds the network in it
-            args = target, *args[1:]
         return _compute(func, name, args, kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
