@@ -131,9 +131,39 @@ class Zero3Engine(Access):
         self.activations = (
             None if activations is None else Activations(activations, device, streams(device))
         )
-        self._connect(reduce_once, reduce_dtype, streams(device), streams(device))
+        gather, reduce = streams(device), streams(device)
         for chunk in hosted:
-            chunk.streams = self._streams
+            chunk.streams = gather, reduce
+        layout = arena_layout(self.units, collectives.alone)
+        # Allocated here and never again: the first forward may run under inference_mode, and CUDA
+        # graphs need addresses.
+        self.arena = Arena(collectives.allocate(layout.nbytes, device))
+        places = dict(zip(self.units, layout.regions, strict=True))
+        for unit, region in places.items():
+            unit.connect(collectives, gather, self.arena, region.start)
+            unit.rivals = {u for u, its in places.items() if u is not unit and overlap(its, region)}
+        self.reducer = Reducer(
+            self.units,
+            collectives,
+            reduce,
+            device,
+            reduce_once and not collectives.alone,
+            None if collectives.alone else reduce_dtype,
+        )
+        collectives.exchange_log.describe = partial(describe_exchange, self.units)
+        self._saved = SavedTensors(self.arena, self.activations)
+        self.gradients = Gradients(self.units, self.reducer, collectives.exchange_log)
+        self.joint = JointSteps(self.units, self.reducer, collectives)
+        self.passes = Backward(
+            self.units,
+            self.gradients,
+            collectives,
+            self.buffers,
+            self.joint,
+            self._adopt_values,
+            self.abandon,
+        )
+        self.own_parameters()
         self._forward = ForwardOrder(foresees=not debug)
         hooks = self._enter_forward, self._leave_forward
         self._has_warned = False
@@ -144,42 +174,7 @@ class Zero3Engine(Access):
         self.steps = {optimizer: OptimizerStep(self, optimizer) for optimizer in optimizers}
         self.structure = Structure(model, self.buffers.look_again)
 
-    # ------------------------------------------------------------------------------ set-up, the end
-
-    def _connect(
-        self, reduce_once: bool, reduce_dtype: torch.dtype | None, gather: Stream, reduce: Stream
-    ) -> None:
-        layout = arena_layout(self.units, self.collectives.alone)
-        # Allocated here and never again: the first forward may run under inference_mode, and CUDA
-        # graphs need addresses.
-        self.arena = Arena(self.collectives.allocate(layout.nbytes, self.device))
-        self._streams = gather, reduce
-        places = dict(zip(self.units, layout.regions, strict=True))
-        for unit, region in places.items():
-            unit.connect(self.collectives, gather, self.arena, region.start)
-            unit.rivals = {u for u, its in places.items() if u is not unit and overlap(its, region)}
-        self.reducer = Reducer(
-            self.units,
-            self.collectives,
-            reduce,
-            self.device,
-            reduce_once and not self.collectives.alone,
-            None if self.collectives.alone else reduce_dtype,
-        )
-        self.collectives.exchange_log.describe = partial(describe_exchange, self.units)
-        self._saved = SavedTensors(self.arena, self.activations)
-        self.gradients = Gradients(self.units, self.reducer, self.collectives.exchange_log)
-        self.joint = JointSteps(self.units, self.reducer, self.collectives)
-        self.passes = Backward(
-            self.units,
-            self.gradients,
-            self.collectives,
-            self.buffers,
-            self.joint,
-            self._adopt_values,
-            self.abandon,
-        )
-        self.own_parameters()
+    # ------------------------------------------------------------------------------------- the end
 
     def close(self) -> None:
         """Take the hooks away. The values stay in the shards; another engine may take them over."""
