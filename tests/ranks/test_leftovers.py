@@ -140,6 +140,9 @@ def _gradients_without_an_optimizer(rank, world_size):
         collectives=make_collectives(group, device),
         unit_policy=[Block],
     )
+    alias = model[3].down.weight.detach()
+    alias.grad = torch.ones(alias.shape)  # as in torch, it is the alias's alone
+    assert model[3].down.weight.grad is None and alias.grad.sum() == alias.numel()
     for step in range(4):
         if step == 2:
             model[:2].requires_grad_(True)
