@@ -227,23 +227,23 @@ class OptimizerStep:
         optimizer.state = self.state_of_parameters  # type: ignore[assignment]
         self._first = optimizer.register_step_pre_hook(self._before)
         self._last = optimizer.register_step_post_hook(self._after)
-        # A learning-rate scheduler of torch sets `step` on the optimizer itself.
-        self._own_step: dict[str, Any] = {k: v for k, v in vars(optimizer).items() if k == "step"}
-        self._wrap(optimizer.step)
+        self._step: Any = optimizer.step
+        self._wrap()
 
-    def _wrap(self, step: Any) -> None:
+    def _wrap(self) -> None:
         """Wrap the optimizer's ``step``: torch calls no post hook after one that raises."""
 
-        @wraps(getattr(step, "__func__", step))
+        @wraps(getattr(self._step, "__func__", self._step))
         def wrapped(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             # All other hooks run before the first of ours, and after the second: users see groups
             # as they are between steps.
             before: Any = optimizer._optimizer_step_pre_hooks  # ordered, as the others
             after: Any = optimizer._optimizer_step_post_hooks
-            before.move_to_end(self._first.id)
-            after.move_to_end(self._last.id, last=False)
+            if not self.is_closed:  # a learning-rate scheduler may have wrapped this since
+                before.move_to_end(self._first.id)
+                after.move_to_end(self._last.id, last=False)
             try:
-                return step(*args, **kwargs)
+                return self._step(*args, **kwargs)
             except BaseException:
                 self.abandon()
                 raise
@@ -259,9 +259,8 @@ class OptimizerStep:
         self.take_state()
         self._first.remove()
         self._last.remove()
-        if vars(self.optimizer).get("step") is self._wrapped:  # nobody has wrapped it since
-            del self.optimizer.step
-            vars(self.optimizer).update(self._own_step)
+        if self.optimizer.step is self._wrapped:
+            self.optimizer.step = self._step
         self.is_closed = True
 
     def hand_over(self) -> None:

@@ -205,3 +205,21 @@ def _keep_one_parameter(rank, world_size):
 
 def test_a_parameter_that_is_kept_alone_keeps_its_value():
     run_ranks(_keep_one_parameter, 2)
+
+
+def test_a_scheduler_that_was_made_in_a_run_steps_with_the_next_engine():
+    model, optimizer, engine = _engine()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # wraps `step` once more
+    engine.steps[optimizer].hand_over()
+    device = torch.device("cpu")
+    engine = Zero3Engine(
+        model, [optimizer], device=device, collectives=make_collectives(None, device)
+    )
+    for rate in (0.1, 0.05):
+        _backward(engine, model, torch.ones(2, 6), explicit=True)
+        weight = model[0].down.weight
+        expected = weight.detach() - rate * weight.grad.clone()
+        optimizer.step()
+        scheduler.step()
+        torch.testing.assert_close(weight.detach(), expected)
+        optimizer.zero_grad()
