@@ -69,7 +69,7 @@ def export(path: Path, out: Path, max_file_bytes: int, prefix: str = "") -> None
         CheckpointError: the checkpoint is broken.
     """
     mapping = {f"^{re.escape(prefix)}": ""}
-    state = rename_keys(open_weights(path, weights_only=True)[0], mapping)
+    state = rename_keys(open_weights(path, weights_only=True), mapping)
     for key, value in state.items():
         # a file of a few bytes may claim any size
         if type(value) is Tensor and value.nbytes > value.untyped_storage().nbytes():

@@ -73,7 +73,7 @@ def describe_folder(path: Path) -> Iterator[str]:
         )
     for file in sorted(path.iterdir()):
         yield f"  {file.name}  {file.stat().st_size:,} bytes"
-    yield from _describe_tensors(ShardedCheckpoint(path).state())
+    yield from _describe_tensors(ShardedCheckpoint(path).state)
 
 
 def describe_parent(folder: Path) -> Iterator[str]:

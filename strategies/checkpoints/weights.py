@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,24 +25,18 @@ from .regions import ParallelSave, Place, Region, allocate, regions_of
 from .storage import make_folder, sync
 from .zip_file import Piece
 
-if TYPE_CHECKING:
-    from .sharded import ShardedCheckpoint
-
 INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 10**9
 _OWN_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
-def open_weights(path: Path, weights_only: bool) -> tuple[dict[str, Any], ShardedCheckpoint | None]:
+def open_weights(path: Path, weights_only: bool) -> dict[str, Any]:
     """Return key -> tensor without reading values yet; collective.
 
     Args:
         path: a safetensors file, its index or the folder of both; a checkpoint's file or folder; a
             file of ``torch.save``.
         weights_only: see :class:`~.options.CheckpointOptions`.
-
-    Returns:
-        the tensors, and the sharded checkpoint that has them, if ``path`` is one.
 
     Raises:
         CheckpointError: on all ranks, if ``path`` cannot be read.
@@ -55,15 +49,14 @@ def open_weights(path: Path, weights_only: bool) -> tuple[dict[str, Any], Sharde
     ):
         tensors: dict[str, Any] = {}
         run_on_all_ranks(f"Loading {path}", lambda: tensors.update(_open_safetensors(path)))
-        return tensors, None
+        return tensors
     if not path.is_dir():
         content = single_file.load(path, weights_only)
-        return dict(content.get("state_dict", content)), None
+        return dict(content.get("state_dict", content))
     from .sharded import ShardedCheckpoint
 
-    source = ShardedCheckpoint(path, weights_only)
-    state = source.state()
-    return dict(state.get("state_dict", state.get("model", state))), source
+    state = ShardedCheckpoint(path, weights_only).state
+    return dict(state.get("state_dict", state.get("model", state)))
 
 
 def _single_file(folder: Path) -> Path:

@@ -126,8 +126,7 @@ class ShardedSave:
         Raises:
             CheckpointError: on all ranks; what was at the path is still there.
         """
-        errors = torch_errors(f"Saving {self.path}")
-        with self._failing(), errors, profile_range("write checkpoint"):
+        with self._failing(), profile_range("write checkpoint"):
             dcp.save(
                 self.state,
                 storage_writer=_Writer(self),
@@ -140,11 +139,19 @@ class ShardedSave:
     @contextmanager
     def _failing(self) -> Iterator[None]:
         try:
-            yield
-        except CheckpointError:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                yield
+        except (CheckpointError, CheckpointException) as raised:
             if rank_and_world_size()[0] == 0:
                 discard(self.stage)
-            raise
+            if isinstance(raised, CheckpointError):
+                raise
+            # torch's, on all ranks; no `except Exception` catches it
+            rank, (error, _) = next(iter(raised.failures.items()))
+            raise CheckpointError(
+                f"Saving {self.path} failed on rank {rank}: {describe_error(error)}"
+            ) from error
 
 
 def _take_slices(tree: Any, path: tuple[str, ...], into: dict[str, Any]) -> Any:
@@ -171,22 +178,6 @@ def put_back(tree: Any, tensors: Mapping[str, Any]) -> Any:
     if type(tree) in (list, tuple):
         return type(tree)(put_back(item, tensors) for item in tree)
     return tree
-
-
-@contextmanager
-def torch_errors(action: str) -> Iterator[None]:
-    """Turn torch's CheckpointException in the body into a CheckpointError, which names the rank.
-
-    torch raises it on all ranks when any rank failed. It derives from BaseException, which no
-    ``except Exception`` catches.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as raised:
-        rank, (error, _) = next(iter(raised.failures.items()))
-        raise CheckpointError(f"{action} failed on rank {rank}: {describe_error(error)}") from error
 
 
 def _copied(tree: Any, memory: dict[int, Tensor]) -> Any:

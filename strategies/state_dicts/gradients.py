@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor
 
 from ..engine import Zero3Engine, compare_notes
-from .slices import Place, SavedTensor, SlicedTensor, places_by_name
+from .collective_errors import run_on_all_ranks
+from .slices import Place, SlicedTensor, places_by_name
 
 
 def sliced_gradients(engine: Zero3Engine) -> dict[str, SlicedTensor]:
@@ -27,27 +28,20 @@ def sliced_gradients(engine: Zero3Engine) -> dict[str, SlicedTensor]:
     }
 
 
-def load_gradients(
-    engine: Zero3Engine, saved: Mapping[str, Tensor]
-) -> list[tuple[SavedTensor, SlicedTensor]]:
-    """Put saved gradients where the next backward adds to them; local.
+def load_gradients(engine: Zero3Engine, saved: Mapping[str, Tensor]) -> None:
+    """Put saved gradients where the next backward adds to them; collective.
 
     Args:
         engine: holds the shards.
         saved: full gradients by parameter name. Tensors may be a :class:`~.slices.SavedTensor`.
-
-    Returns:
-        pairs of a saved tensor and the slice that its values are still to be read into.
     """
-    reads = []
-    for name, place in _trained_places(engine):
-        if name in saved:
-            value, target = saved[name], _slice_gradient(engine, place)
-            if isinstance(value, SavedTensor):
-                reads.append((value, target))
-            else:
-                target.fill(value)
-    return reads
+
+    def fill() -> None:
+        for name, place in _trained_places(engine):
+            if name in saved:
+                _slice_gradient(engine, place).fill(saved[name])
+
+    run_on_all_ranks("Loading gradients", fill)
 
 
 def _trained_places(engine: Zero3Engine) -> Iterator[tuple[str, Place]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ..engine import SCALARS, Entry, OptimizerStep, Zero3Engine
+from .collective_errors import run_on_all_ranks
 from .optimizer_hooks import run_hooks
-from .slices import OwnedTensor, SavedTensor, SlicedTensor, TensorDescription, places_by_name
+from .slices import OwnedTensor, SlicedTensor, places_by_name
 
 State = Mapping[str, dict[str, Any]]  # an optimizer's state, by parameter name
 
@@ -148,8 +150,8 @@ def load_optimizer_state(
     saved: dict[str, Any],
     index: int,
     set_owned_state: Callable[[State], None] | None = None,
-) -> tuple[list[tuple[SavedTensor, SlicedTensor]], list[str]]:
-    """Load this rank's part of a saved state; local.
+) -> list[str]:
+    """Load this rank's part of a saved state; collective.
 
     Args:
         step: of the optimizer. Its state and the options of its groups are replaced; its hooks
@@ -160,12 +162,12 @@ def load_optimizer_state(
         set_owned_state: loads the state of an optimizer that steps on full tensors.
 
     Returns:
-        pairs of a saved tensor and the slice that its values are still to be read into; and
         warnings about parameters that were saved in other groups, or not at all.
 
     Raises:
         ValueError: groups without names do not fit the optimizer's, or a saved tensor does not fit
             its parameter.
+        CheckpointError: on all ranks, if one cannot read its part.
     """
     optimizer, names = step.optimizer, step.names()
     saved = run_hooks(optimizer, "load_state_dict_pre", {**saved})
@@ -176,10 +178,11 @@ def load_optimizer_state(
     remarks = _load_group_options(names, optimizer, saved, index)
     step.state_of_parameters.clear()
     step.state.update(shared)
+    action = f"Loading the state of optimizer {index}"
     if set_owned_state is not None:
-        set_owned_state(saved["state"])
-        return [], remarks
-    reads: list[tuple[SavedTensor, SlicedTensor]] = []
+        run_on_all_ranks(action, partial(set_owned_state, saved["state"]))
+        return remarks
+    reads: list[tuple[SlicedTensor, Tensor]] = []
     places = places_by_name(step.engine)
     for group, entries in zip(optimizer.param_groups, step.entries(), strict=True):
         for entry in entries:
@@ -192,13 +195,15 @@ def load_optimizer_state(
                     mine = value.to(entry.shard.device if on_device else "cpu", copy=True)
                 else:
                     mine = _load_elements(entry, key, value)
-                    target = SlicedTensor(places[entry.name], mine)
-                    if isinstance(value, TensorDescription):
-                        reads.append((value, target))  # type: ignore[arg-type]
-                    else:
-                        target.fill(value)
+                    reads.append((SlicedTensor(places[entry.name], mine), value))
                 step.state.setdefault(entry.shard, {})[key] = mine
-    return reads, remarks
+
+    def fill() -> None:
+        for target, value in reads:
+            target.fill(value)
+
+    run_on_all_ranks(action, fill)
+    return remarks
 
 
 def _load_elements(entry: Entry, key: str, value: Tensor) -> Tensor:

@@ -88,7 +88,9 @@ class SlicedTensor(TensorDescription):
         return self.place.unit.whole(self.place.entry, self.part)
 
     def fill(self, whole: Tensor) -> None:
-        """Copy this rank's parts out of a full tensor."""
+        """Copy this rank's parts out of a full tensor; of a saved one nothing else is read."""
+        if isinstance(whole, SavedTensor):
+            return whole.read_into(self)
         for offsets, part in self.parts.items():
             part.copy_(
                 whole[tuple(slice(a, a + n) for a, n in zip(offsets, part.shape, strict=True))]
@@ -195,16 +197,28 @@ class SavedTensor(TensorDescription):
     """A tensor in a checkpoint, whose values are read when an operation needs them."""
 
     label: str
-    read: Callable[[], Tensor]  # returns the full value, on the CPU; local
+    # copies the values into a tensor of any dtype, or a rank's parts of them into a slice; local
+    read_into: Callable[[Tensor], None]
 
     @staticmethod
     def __new__(
-        cls, label: str, size: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor]
+        cls,
+        label: str,
+        size: torch.Size,
+        dtype: torch.dtype,
+        read_into: Callable[[Tensor], None],
     ) -> SavedTensor:
-        """Make a tensor that ``read`` reads; ``label`` is its name in the checkpoint."""
+        """Make a tensor that ``read_into`` reads; ``label`` is its name in the checkpoint."""
         tensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=torch.device("cpu"))
-        tensor.label, tensor.read = label, read
+        tensor.label, tensor.read_into = label, read_into
         return tensor
+
+    def read(self) -> Tensor:
+        """Return the full value, on the CPU; local."""
+        # hazard: where the file has no values, memory of others would show
+        whole = torch.zeros(self.size(), dtype=self.dtype, device="cpu")
+        self.read_into(whole)
+        return whole
 
     @classmethod
     def compute(cls, func: Any, args: tuple, kwargs: dict) -> Any:

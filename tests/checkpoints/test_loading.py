@@ -133,11 +133,11 @@ def unreadable(rank, world_size, folder):
 
     class Missing(Shuffled):
         def on_load_checkpoint(self, checkpoint):
-            def fail():
+            def fail(target):
                 raise OSError("gone")
 
             if rank == 1:
-                checkpoint["state_dict"]["net.0.bias"].read = fail
+                checkpoint["state_dict"]["net.0.bias"].read_into = fail
 
     with pytest.raises(
         CheckpointError, match="(?s)Loading weights failed on rank 1: .*net.0.bias.*gone"
