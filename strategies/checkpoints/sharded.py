@@ -29,7 +29,7 @@ from ..state_dicts.collective_errors import (
 from ..state_dicts.slices import SavedTensor
 from ..support import profile_range
 from .index import read_index
-from .manifest import INDEX, Manifest, changed, damage, require_file
+from .manifest import INDEX, changed, damage, read_manifest, require_file
 from .writer import OTHERS, TRAINER_STATE, put_back
 from .zip_file import read_records
 
@@ -98,10 +98,10 @@ class ShardedCheckpoint:
         # "model": of Lightning's `FSDPStrategy`; no key: weights alone, of `dcp.save(state_dict)`
         key = next((key for key in ("state_dict", "model") if key in state), None)
         weights, state = (state, {}) if key is None else (state.pop(key), state)
-        whole = own_entries(rest).get("extra_states", {})
+        own = own_entries(rest)
         checkpoint = {
             **put_back(rest, state.pop(OTHERS, {})),
-            "state_dict": {**weights, **whole},
+            "state_dict": {**weights, **own.get("extra_states", {})},
         }
         if state:
             checkpoint["optimizer_states"] = [
@@ -109,11 +109,14 @@ class ShardedCheckpoint:
                 for index in range(len(state))
                 if f"optimizer_{index}" in state
             ]
+            groups = own.get("param_groups", [])
+            for optimizer, saved in zip(checkpoint["optimizer_states"], groups, strict=False):
+                optimizer["param_groups"] = saved
         return checkpoint
 
     def _trainer_state(self) -> dict[str, Any]:
         file = require_file(self.folder / TRAINER_STATE)
-        if not file.exists() and Manifest.read(self.folder) is None:
+        if not file.exists() and not read_manifest(self.folder):
             return {}
         with open(file, "rb") as stream:
             read_records(stream)

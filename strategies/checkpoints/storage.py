@@ -34,7 +34,7 @@ from pathlib import Path
 
 from ..state_dicts.collective_errors import CheckpointError, MissingCheckpointError
 from . import manifest, zip_file
-from .manifest import INDEX, MANIFEST, Manifest
+from .manifest import INDEX, MANIFEST
 
 _UNFINISHED, _REMOVED = ".unfinished", ".removed"
 # errors of fsync that mean lost bytes; the others: the file system, or the kind of file, has none
@@ -241,7 +241,7 @@ def last_complete(folder: Path, besides: Path | None = None) -> Path | None:
         for path in folder.glob("*.ckpt")
         if besides is None or os.path.realpath(path) != os.path.realpath(besides)
     ]
-    return max(((_saved(path), path) for path in paths if _is_whole(path)), default=(0.0, None))[1]
+    return max(filter(_is_whole, paths), key=_when_saved, default=None)
 
 
 @dataclass(frozen=True)
@@ -279,8 +279,8 @@ def choose(path: Path, newest: bool) -> Choice:
         else "There is no other complete one in its folder."
     )
     remarks = [
-        f"{path.parent / _name_of(stage)}: {_describe_unfinished(stage)}. Delete {stage} if no job"
-        " is writing it."
+        f"{path.parent / _name_of(stage)}: incomplete: its save did not finish. Delete {stage} if"
+        " no job is writing it."
         for stage in unfinished(path.parent)
         if not stage.is_symlink()
     ]
@@ -300,10 +300,6 @@ def unfinished(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{_UNFINISHED}*/*"))
 
 
-def _describe_unfinished(stage: Path) -> str:
-    return (damage(stage) if stage.is_dir() else None) or "incomplete: its save did not finish"
-
-
 def damage(path: Path) -> str | None:
     """Say what is wrong with a checkpoint by names and sizes, or return None."""
     if path.exists() and not (path.is_dir() or path.is_file()):
@@ -320,9 +316,8 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def _saved(path: Path) -> float:
-    found = Manifest.read(path) if path.is_dir() else None
-    return path.stat().st_mtime if found is None else found.saved
+def _when_saved(path: Path) -> tuple[float, Path]:
+    return (path / MANIFEST if path.is_dir() else path).stat().st_mtime, path
 
 
 def _exchange(a: Path, b: Path) -> bool:

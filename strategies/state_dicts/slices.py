@@ -97,8 +97,9 @@ class SlicedTensor(TensorDescription):
             )
 
     def copy_to_cpu(self) -> SlicedTensor:
-        """Return a slice whose parts are copies of this rank's parts in CPU memory."""
-        return SlicedTensor(self.place, self.part.to("cpu", copy=True))
+        """Take copies of this rank's parts, in CPU memory, in their places."""
+        self.parts = {offsets: part.to("cpu", copy=True) for offsets, part in self.parts.items()}
+        return self
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         """Describe each part that this rank writes, for the planner of a save."""

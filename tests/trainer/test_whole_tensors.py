@@ -40,7 +40,8 @@ def fit(rank, world_size, strategy, folder, read=None):
     if kind == "replicas":
         plugged = zero3(shard_size=2, checkpoint=CheckpointOptions(kind="file"))
     elif strategy != "auto":
-        plugged = zero3(checkpoint=CheckpointOptions(kind=kind))
+        background = kind == "sharded"
+        plugged = zero3(checkpoint=CheckpointOptions(kind=kind, background=background))
     runner = trainer(
         plugged, world_size, max_epochs=2, callbacks=[saver], enable_checkpointing=True
     )
