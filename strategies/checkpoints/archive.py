@@ -17,12 +17,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..state_dicts.collective_errors import CheckpointError, without_other_ranks
-from ..state_dicts.slices import TensorDescription
 from .manifest import require_file
-from .regions import ParallelSave, Place, Region, allocate, regions_of
+from .regions import Place, allocate
+from .single_file import FileSave
 from .stand_ins import StandIn, StandInUnpickler
 from .storage import begin, commit
-from .zip_file import Piece, read_records, write_checksums
+from .zip_file import read_records
 
 # as `torch.export.pt2_archive.constants`, whose import takes a second
 _names = torch._C._export.pt2_archive_constants
@@ -176,7 +176,7 @@ class _Storages(StandInUnpickler):
         return _Number(saved[2])
 
 
-class ArchiveSave(ParallelSave):
+class ArchiveSave(FileSave):
     """Fill a skeleton.
 
     Args:
@@ -202,7 +202,7 @@ class ArchiveSave(ParallelSave):
         return begin_file(self.path)
 
     @override
-    def reserve(self, tree: Any, stage: Path) -> tuple[dict[int, Place], list[Region]]:
+    def reserve(self, tree: Any, stage: Path) -> Iterable[tuple[Tensor, Place]]:
         records, holes = dict(self._skeleton.records), {}
         # the writer has a record of its own for it, whose name depends on the version
         version = records.pop("version", None) or records.pop(".data/version")
@@ -236,19 +236,7 @@ class ArchiveSave(ParallelSave):
             writer.write_end_of_file()
             allocate(stream, stream.seek(0, os.SEEK_END))
             starts = {r.name.partition("/")[2]: r.start for r in read_records(stream)}
-        places: dict[int, Place] = {}
-        regions: list[Region] = []
-        for name, value in holes.items():
-            place = Place("", starts[name])
-            if isinstance(value, TensorDescription):
-                places[id(value)] = place
-            else:
-                regions += regions_of(value, place)
-        return places, regions
-
-    @override
-    def complete(self, stage: Path, pieces: list[Piece]) -> None:
-        write_checksums(stage, pieces)
+        return [(value, Place("", starts[name])) for name, value in holes.items()]
 
 
 def begin_file(path: Path) -> Path:

@@ -49,7 +49,7 @@ from ..state_dicts.optimizer_state import (
 from ..state_dicts.slices import Shards
 from ..support import give_back_memory
 from . import single_file
-from .background import BackgroundSave, Save
+from .background import BackgroundSave
 from .frozen import BASE, exclude, frozen_names, require_base, require_base_values
 from .options import CheckpointOptions
 from .storage import Choice, choose, is_remote, local, point, retire
@@ -240,7 +240,7 @@ class CheckpointStrategy(ProcessStrategy):
         shards = self.engine.collectives.world_size
         return self.global_rank // shards, self.world_size // shards
 
-    def _write(self, save: Save) -> None:
+    def _write(self, save: Any) -> None:
         if self._background is None:
             save.write()
         else:

@@ -21,7 +21,7 @@ from ..state_dicts.model_state import compare_keys
 from ..state_dicts.slices import TensorDescription
 from . import single_file
 from .manifest import is_file_name, require_file
-from .regions import ParallelSave, Place, Region, allocate, regions_of
+from .regions import ParallelSave, Place, allocate
 from .storage import make_folder, sync
 from .zip_file import Piece
 
@@ -154,15 +154,14 @@ class WeightsSave(ParallelSave):
         return make_folder(self.path, into_folder=True)
 
     @override
-    def reserve(self, tree: Any, stage: Path) -> tuple[dict[int, Place], list[Region]]:
+    def reserve(self, tree: Any, stage: Path) -> Iterable[tuple[Tensor, Place]]:
         first: dict[Any, str] = {}  # of tied tensors
         others: dict[str, str] = {}
         for key, value in tree.items():
             if isinstance(value, Tensor):
                 kept = first.setdefault(_identity(value), key)
                 others |= {key: kept} if kept != key else {}
-        places: dict[int, Place] = {}
-        regions: list[Region] = []
+        places: list[tuple[Tensor, Place]] = []
         weight_map: dict[str, str] = {}
         files = self._divide([(key, tree[key]) for key in first.values()])
         for number, tensors in enumerate(files, 1):
@@ -189,17 +188,14 @@ class WeightsSave(ParallelSave):
             self._size += ends[-1]
             for key in order:
                 place = Place(name, begin + header[key]["data_offsets"][0])
-                if isinstance(tensors[key], TensorDescription):
-                    places[id(tensors[key])] = place
-                else:
-                    regions += regions_of(tensors[key], place)
+                places.append((tensors[key], place))
             weight_map |= dict.fromkeys(tensors, name)
         if len(files) > 1:
             index = {"metadata": {"total_size": self._size}, "weight_map": weight_map}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (stage / INDEX).write_text(text, encoding="utf-8")
             sync(stage / INDEX)
-        return places, regions
+        return places
 
     def _divide(self, tensors: list[tuple[str, Tensor]]) -> list[dict[str, Tensor]]:
         files: list[dict[str, Tensor]] = []

@@ -145,6 +145,30 @@ def number_parameters(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def name_parameters(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
+    """Undo :func:`number_parameters`.
+
+    Args:
+        state: numbers parameters in any way; what it says of others is left out.
+        names: of the parameters of each group.
+    """
+    groups = [
+        {**group, "params": members}
+        for group, members in zip(state["param_groups"], names, strict=True)
+    ]
+    name_of = {
+        number: name
+        for group, members in zip(state["param_groups"], names, strict=True)
+        for number, name in zip(group["params"], members, strict=True)
+    }
+    named = {
+        name_of.get(key, key): values
+        for key, values in state["state"].items()
+        if key in name_of or not isinstance(key, int)
+    }
+    return {**state, "state": named, "param_groups": groups}
+
+
 def load_optimizer_state(
     step: OptimizerStep,
     saved: dict[str, Any],
@@ -170,8 +194,17 @@ def load_optimizer_state(
         CheckpointError: on all ranks, if one cannot read its part.
     """
     optimizer, names = step.optimizer, step.names()
-    saved = run_hooks(optimizer, "load_state_dict_pre", {**saved})
-    saved = _name_parameters(saved, names, index)
+    saved = run_hooks(optimizer, "load_state_dict_pre", {"state": {}, **saved})
+    groups = saved["param_groups"]
+    if not any(isinstance(key, str) for group in groups for key in group["params"]):
+        sizes = [[len(members) for members in of] for of in ([g["params"] for g in groups], names)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"Optimizer {index} was saved with param groups of {sizes[0]} parameters, but has"
+                f" groups of {sizes[1]}, and the checkpoint does not say which parameters they are."
+                " Build the optimizer as in the saved run, or save a sharded checkpoint there."
+            )
+        saved = name_parameters(saved, names)
     parameters = {name for group in saved["param_groups"] for name in group["params"]}
     shared = {key: value for key, value in saved["state"].items() if key not in parameters}
     saved["state"] = {name: state for name, state in saved["state"].items() if name in parameters}
@@ -245,35 +278,6 @@ def broadcast_created_state(engine: Zero3Engine, states: Sequence[State]) -> lis
         }
         for index, state in enumerate(first)
     ]
-
-
-def _name_parameters(saved: dict[str, Any], names: list[list[str]], index: int) -> dict[str, Any]:
-    """Return the saved state by parameter name; undo :func:`number_parameters`."""
-    groups = saved["param_groups"]
-    if any(isinstance(key, str) for group in groups for key in group["params"]):
-        return {"state": saved.get("state", {}), "param_groups": groups}
-    if [len(g["params"]) for g in groups] != [len(g) for g in names]:
-        raise ValueError(
-            f"Optimizer {index} was saved with param groups of {[len(g['params']) for g in groups]}"
-            f" parameters, but has groups of {[len(g) for g in names]}, and the checkpoint does not"
-            " say which parameters they are. Build the optimizer as in the saved run, or save a"
-            " sharded checkpoint there."
-        )
-    name_of = {
-        k: name
-        for g, members in zip(groups, names, strict=True)
-        for k, name in zip(g["params"], members, strict=True)
-    }
-    return {
-        "state": {
-            name_of.get(k, k): state
-            for k, state in saved["state"].items()
-            if k in name_of or not isinstance(k, int)
-        },
-        "param_groups": [
-            {**g, "params": members} for g, members in zip(groups, names, strict=True)
-        ],
-    }
 
 
 def _load_group_options(
