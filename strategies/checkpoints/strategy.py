@@ -61,10 +61,6 @@ from .weights import (
     rename_keys,
 )
 
-# Keys of the loss scaler's state. Lightning's `_CheckpointConnector.dump_checkpoint` uses the class
-# name of the precision plugin; the file has the name of Lightning's, so that other strategies find
-# it.
-_SCALER, _OWN_SCALER = "MixedPrecision", "Zero3MixedPrecision"
 _GRADIENTS = "zero3_gradients"
 _LOCAL_ONLY = (
     "sharded checkpoints, and those that are written in the background, lie on a file system that"
@@ -208,8 +204,6 @@ class CheckpointStrategy(ProcessStrategy):
             assert self.lightning_module is not None
             replica = self.replica[0] if self._checkpoints.compare_frozen else None
             exclude(checkpoint, self._frozen & frozen_names(self.lightning_module), replica)
-        if _OWN_SCALER in checkpoint:
-            checkpoint[_SCALER] = checkpoint.pop(_OWN_SCALER)
         filepath = self.broadcast(filepath)
         is_local = storage_options is None and not is_remote(filepath)
         if self._is_local_only and not is_local:
@@ -397,8 +391,6 @@ class CheckpointStrategy(ProcessStrategy):
             )
         else:
             checkpoint = self._load_local(Path(checkpoint_path), weights_only)
-        if _SCALER in checkpoint:
-            checkpoint[_OWN_SCALER] = checkpoint[_SCALER]
         self._data.load(checkpoint)
         return checkpoint
 
