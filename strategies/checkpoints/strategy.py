@@ -32,6 +32,7 @@ from ..state_dicts.model_state import (
     compare_keys,
     load_module,
     load_state_dict,
+    named_values,
     own_values,
     require_fit,
     sliced_state_dict,
@@ -445,7 +446,7 @@ class CheckpointStrategy(ProcessStrategy):
             _warn_of_keys(*self._load_state(state, strict))
             return
         require_base(module, self._base, self.pending_keys())
-        missing, unexpected = compare_keys(module.state_dict(keep_vars=True), state)
+        missing, unexpected = compare_keys(named_values(module), state)
         missing = [key for key in missing if key not in self._base]
         require_fit(module, missing, unexpected, strict)
         _warn_of_keys(missing, unexpected)
@@ -467,7 +468,7 @@ class CheckpointStrategy(ProcessStrategy):
             assert self.engine is not None
             return load_state_dict(self.engine, module, state, strict)
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            missing, unexpected = compare_keys(module.state_dict(keep_vars=True), state)
+            missing, unexpected = compare_keys(named_values(module), state)
             require_fit(module, missing, unexpected, strict)
             fitting = {key: value for key, value in state.items() if key not in unexpected}
             self._pending_weights = [*self._pending_weights, fitting]
@@ -493,7 +494,7 @@ class CheckpointStrategy(ProcessStrategy):
         if self.engine.collectives.world_size > 1:
             self._group = dist.group.WORLD
         self._frozen = frozen_names(self.lightning_module)
-        names = self.lightning_module.state_dict(keep_vars=True)
+        names = named_values(self.lightning_module)
         for state in self._pending_weights:
             # hazard: a renamed layer would be initialised anew, and nobody told
             if lost := compare_keys(names, state)[1]:
@@ -538,7 +539,7 @@ class CheckpointStrategy(ProcessStrategy):
         assert module is not None
         content = open_weights(local(path), self._checkpoints.weights_only)
         state = rename_keys(content, key_mapping)
-        targets, remedy = module.state_dict(keep_vars=True), list[str]()
+        targets, remedy = named_values(module), list[str]()
         missing, unexpected = compare_keys(targets, state)
         if strict and (missing or unexpected):
             guess = guess_key_mapping(targets, content)

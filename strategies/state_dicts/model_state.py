@@ -7,10 +7,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..engine import Chunk, Zero3Engine
 from .collective_errors import CheckpointError, describe_error, run_on_all_ranks
 from .slices import SavedTensor, Shards, SlicedTensor, places_by_name
+
+
+class _KeepDetached(TorchFunctionMode):
+    """Makes no tensor of its own where one is to be detached."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func is Tensor.detach else func(*args, **kwargs or {})
+
+
+def named_values(module: nn.Module) -> dict[str, Any]:
+    """Return the module's state dict with its parameters and buffers themselves.
+
+    That is ``state_dict(keep_vars=True)``, also of a module whose own ``state_dict`` takes nothing.
+    """
+    with _KeepDetached():
+        return module.state_dict()
 
 
 def own_values(chunk: Chunk) -> Tensor:
@@ -31,7 +50,7 @@ def sliced_state_dict(
     """
     place_of = {id(place.entry.parameter): place for place in places_by_name(engine).values()}
     slices: dict[int, Tensor] = {}  # by id of the parameter: tied parameters share a slice
-    state = module.state_dict(keep_vars=True)
+    state = named_values(module)
     for key, value in state.items():
         place = place_of.get(id(value))
         if place is not None:

@@ -8,7 +8,6 @@ sharded state has parameters by name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -92,33 +91,29 @@ def _describe_owned_state(
     return result
 
 
-@dataclass(frozen=True)
-class _Container:
-    """Stands for a container of tensors, which no checkpoint has a place for."""
-
-    kind: str
-
-
 def _describe_values(state: dict[str, Any]) -> dict[str, Any]:
     return {key: _describe_value(value) for key, value in state.items()}
 
 
 def _describe_value(value: Any) -> Any:
-    """Return (shape, dtype) of a tensor with dimensions; scalars are returned themselves."""
+    """Return (shape, dtype) of a tensor with dimensions; scalars are returned themselves.
+
+    Of a container of tensors, which no checkpoint has a place for, it is the class.
+    """
     if isinstance(value, Tensor) and value.dim():
         return value.shape, value.dtype
     if isinstance(value, dict | list | tuple) and any(
         isinstance(leaf, Tensor) for leaf in tree_leaves(value)
     ):
-        return _Container(type(value).__name__)
+        return type(value)
     return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _refuse_containers(cls: str, name: str, kinds: dict[str, Any]) -> None:
     for key, kind in kinds.items():
-        if isinstance(kind, _Container):
+        if isinstance(kind, type):
             raise ValueError(
-                f"{cls} keeps {key!r} of parameter {name!r} as a {kind.kind} of tensors, which"
+                f"{cls} keeps {key!r} of parameter {name!r} as a {kind.__name__} of tensors, which"
                 " Zero3Strategy cannot save. Keep each tensor under a key of its own in"
                 " `state[parameter]`, or save the weights alone:"
                 " `ModelCheckpoint(save_weights_only=True)`, `trainer.save_checkpoint(path,"

@@ -187,6 +187,9 @@ class Kept(Shuffled):
             lambda module, state, *_: state.update(old=state.pop("new"))
         )
 
+    def state_dict(self):  # takes nothing
+        return super().state_dict()
+
     def training_step(self, batch, batch_idx):
         self.counter.count += 1
         self.counter.values += 1
