@@ -22,6 +22,7 @@ from .regions import Place, allocate
 from .single_file import FileSave
 from .stand_ins import StandIn, StandInUnpickler
 from .storage import begin, commit
+from .weights import open_checkpoint
 from .zip_file import read_records
 
 # as `torch.export.pt2_archive.constants`, whose import takes a second
@@ -265,8 +266,6 @@ def export_checkpoint(path: Path, programs: Mapping[Path, Skeleton], average: bo
     Raises:
         CheckpointError: the checkpoint is broken, or is another model's or run's.
     """
-    from .consolidate import open_checkpoint
-
     classes: list[Any] = [(StandIn, name) for name in _unknown_classes(path)]
     with torch.serialization.safe_globals(classes):
         checkpoint = open_checkpoint(path)

@@ -58,6 +58,7 @@ from .weights import (
     MAX_FILE_BYTES,
     WeightsSave,
     guess_key_mapping,
+    open_checkpoint,
     open_weights,
     rename_keys,
 )
@@ -404,11 +405,7 @@ class CheckpointStrategy(ProcessStrategy):
         for remark in chosen.remarks:
             rank_zero_warn(remark)
         try:
-            if not chosen.path.is_dir():
-                return single_file.load(chosen.path, weights_only)
-            from .sharded import ShardedCheckpoint
-
-            return ShardedCheckpoint(chosen.path, weights_only).checkpoint()
+            return open_checkpoint(chosen.path, weights_only)
         except CheckpointError as error:
             raise CheckpointError(f"{str(error).rstrip('.')}. {chosen.other}") from error.__cause__
 

@@ -30,6 +30,19 @@ MAX_FILE_BYTES = 5 * 10**9
 _OWN_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
+def open_checkpoint(path: Path, weights_only: bool = True) -> dict[str, Any]:
+    """Return a checkpoint whose tensors are read when they are used; collective.
+
+    Raises:
+        CheckpointError: on all ranks, if it is broken.
+    """
+    if not path.is_dir():
+        return single_file.load(path, weights_only)
+    from .sharded import ShardedCheckpoint  # importing torch.distributed.checkpoint is slow
+
+    return ShardedCheckpoint(path, weights_only).checkpoint()
+
+
 def open_weights(path: Path, weights_only: bool) -> dict[str, Any]:
     """Return key -> tensor without reading values yet; collective.
 

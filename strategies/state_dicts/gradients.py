@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 
-from ..engine import Zero3Engine, compare_notes
+from ..engine import Entry, Zero3Engine, compare_notes
 from .collective_errors import run_on_all_ranks
-from .slices import Place, SlicedTensor, places_by_name
+from .slices import SlicedTensor, slice_of
 
 
 def sliced_gradients(engine: Zero3Engine) -> dict[str, SlicedTensor]:
@@ -22,9 +22,9 @@ def sliced_gradients(engine: Zero3Engine) -> dict[str, SlicedTensor]:
     engine.gradients.require_complete(engine.gradients.trained)
     compare_notes(engine.collectives)
     return {
-        name: _slice_gradient(engine, place)
-        for name, place in _trained_places(engine)
-        if engine.gradients.has_gradient(place.entry)
+        entry.name: _slice_gradient(engine, entry)
+        for entry in _trained_entries(engine)
+        if engine.gradients.has_gradient(entry)
     }
 
 
@@ -37,20 +37,16 @@ def load_gradients(engine: Zero3Engine, saved: Mapping[str, Tensor]) -> None:
     """
 
     def fill() -> None:
-        for name, place in _trained_places(engine):
-            if name in saved:
-                _slice_gradient(engine, place).fill(saved[name])
+        for entry in _trained_entries(engine):
+            if entry.name in saved:
+                _slice_gradient(engine, entry).fill(saved[entry.name])
 
     run_on_all_ranks("Loading gradients", fill)
 
 
-def _trained_places(engine: Zero3Engine) -> Iterator[tuple[str, Place]]:
-    return (
-        (name, place)
-        for name, place in places_by_name(engine).items()
-        if place.entry.trained and place.entry.size.numel()
-    )
+def _trained_entries(engine: Zero3Engine) -> list[Entry]:
+    return [entry for entry in engine.entries.values() if entry.trained and entry.size.numel()]
 
 
-def _slice_gradient(engine: Zero3Engine, place: Place) -> SlicedTensor:
-    return SlicedTensor(place, engine.gradients.room_for(place.entry))
+def _slice_gradient(engine: Zero3Engine, entry: Entry) -> SlicedTensor:
+    return slice_of(engine, entry, engine.gradients.room_for(entry))

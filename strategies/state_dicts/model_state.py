@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..engine import Chunk, Zero3Engine
 from .collective_errors import CheckpointError, describe_error, run_on_all_ranks
-from .slices import SavedTensor, Shards, SlicedTensor, places_by_name
+from .slices import SavedTensor, Shards, SlicedTensor, slice_of
 
 
 class _KeepDetached(TorchFunctionMode):
@@ -48,19 +48,17 @@ def sliced_state_dict(
         shards: the shard of each chunk that the slices are views of; by default the module's own
             values. Weight averages give theirs.
     """
-    place_of = {id(place.entry.parameter): place for place in places_by_name(engine).values()}
     slices: dict[int, Tensor] = {}  # by id of the parameter: tied parameters share a slice
     state = named_values(module)
     for key, value in state.items():
-        place = place_of.get(id(value))
-        if place is not None:
-            size, dtype = place.entry.size, place.entry.dtype
+        entry = engine.entries.get(id(value))
+        if entry is not None:
             state[key] = slices.setdefault(
                 id(value),
-                SlicedTensor(place, place.entry.part_of(shards(place.entry.chunk)))
-                if size.numel()
+                slice_of(engine, entry, entry.part_of(shards(entry.chunk)))
+                if entry.size.numel()
                 # no rank has a part of a parameter without elements
-                else torch.empty(size, dtype=dtype),
+                else torch.empty(entry.size, dtype=entry.dtype),
             )
     return state
 

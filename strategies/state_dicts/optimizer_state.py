@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ..engine import SCALARS, Entry, OptimizerStep, Zero3Engine
 from .collective_errors import run_on_all_ranks
 from .optimizer_hooks import run_hooks
-from .slices import OwnedTensor, SlicedTensor, places_by_name
+from .slices import SlicedTensor, owned_tensor, slice_of
 
 State = Mapping[str, dict[str, Any]]  # an optimizer's state, by parameter name
 
@@ -46,10 +46,9 @@ def sliced_optimizer_state(step: OptimizerStep, owned_state: State | None = None
         for group, members in zip(optimizer.param_groups, step.names(), strict=True)
     ]
     if owned_state is None:
-        places = places_by_name(step.engine)
         state = {
             entry.name: {
-                key: SlicedTensor(places[entry.name], value)
+                key: slice_of(step.engine, entry, value)
                 if isinstance(value, Tensor) and value.dim() == 1
                 else value.cpu().clone()
                 if isinstance(value, Tensor)
@@ -70,8 +69,7 @@ def sliced_optimizer_state(step: OptimizerStep, owned_state: State | None = None
 def _describe_owned_state(
     engine: Zero3Engine, owned_state: State, cls: str
 ) -> dict[str, dict[str, Any]]:
-    """Return name -> key -> :class:`OwnedTensor` or scalar, of all owners; collective."""
-    places = places_by_name(engine)
+    """Return name -> key -> slice or scalar, of all owners; collective."""
     mine = {name: _describe_values(state) for name, state in owned_state.items()}
     result: dict[str, dict[str, Any]] = {}
     by_rank = engine.collectives.all_gather_object(mine)
@@ -82,7 +80,7 @@ def _describe_owned_state(
             values = owned_state.get(name, {})
             result[name] = {
                 key: (
-                    OwnedTensor(engine, places[name], kind[0], kind[1], owner, values.get(key))
+                    owned_tensor(engine, name, kind[0], kind[1], owner, values.get(key))
                     if isinstance(kind, tuple)
                     else kind
                 )
@@ -211,7 +209,6 @@ def load_optimizer_state(
         run_on_all_ranks(action, partial(set_owned_state, saved["state"]))
         return remarks
     reads: list[tuple[SlicedTensor, Tensor]] = []
-    places = places_by_name(step.engine)
     for group, entries in zip(optimizer.param_groups, step.entries(), strict=True):
         for entry in entries:
             for key, value in (saved["state"].get(entry.name) or {}).items():
@@ -223,7 +220,7 @@ def load_optimizer_state(
                     mine = value.to(entry.shard.device if on_device else "cpu", copy=True)
                 else:
                     mine = _load_elements(entry, key, value)
-                    reads.append((SlicedTensor(places[entry.name], mine), value))
+                    reads.append((slice_of(step.engine, entry, mine), value))
                 step.state.setdefault(entry.shard, {})[key] = mine
 
     def fill() -> None:
