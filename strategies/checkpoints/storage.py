@@ -29,7 +29,6 @@ import uuid
 import zipfile
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..state_dicts.collective_errors import CheckpointError, MissingCheckpointError
@@ -244,22 +243,15 @@ def last_complete(folder: Path, besides: Path | None = None) -> Path | None:
     return max(filter(_is_whole, paths), key=_when_saved, default=None)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Which checkpoint to read.
-
-    Attributes:
-        path: of the checkpoint.
-        remarks: warnings about broken checkpoints in its folder.
-        other: a sentence for the error if ``path`` is damaged: which checkpoint to read instead.
-    """
-
-    path: Path
-    remarks: list[str]
-    other: str
+def other_complete(path: Path) -> str:
+    """Say, for the error if ``path`` is broken, which checkpoint there is instead."""
+    last = last_complete(path.parent, path)
+    if last is None:
+        return "There is no other complete one in its folder."
+    return f"The last complete one besides it is {last}."
 
 
-def choose(path: Path, newest: bool) -> Choice:
+def choose(path: Path, newest: bool) -> tuple[Path, list[str]]:
     """Choose the checkpoint to read for ``path``.
 
     Args:
@@ -268,36 +260,30 @@ def choose(path: Path, newest: bool) -> Choice:
             ``path`` is incomplete. (A complete checkpoint with wrong checksums is an error all the
             same: a disk that loses bytes must not go unnoticed.)
 
+    Returns:
+        the checkpoint, and warnings about broken ones in its folder.
+
     Raises:
         CheckpointError: ``path`` does not exist or is incomplete; the error names the last complete
             checkpoint of the folder.
     """
-    last = last_complete(path.parent, path)
-    other = (
-        f"The last complete one besides it is {last}."
-        if last
-        else "There is no other complete one in its folder."
-    )
     remarks = [
         f"{path.parent / _name_of(stage)}: incomplete: its save did not finish. Delete {stage} if"
         " no job is writing it."
-        for stage in unfinished(path.parent)
+        for stage in sorted(path.parent.glob(f"{_UNFINISHED}*/*"))
         if not stage.is_symlink()
     ]
     if not path.exists():
-        raise MissingCheckpointError(" ".join([f"There is no checkpoint {path}.", *remarks, other]))
+        what = " ".join([f"There is no checkpoint {path}.", *remarks, other_complete(path)])
+        raise MissingCheckpointError(what)
     fault = damage(path)
     if fault is None:
-        return Choice(path, remarks, other)
-    if newest and last is not None:
-        remarks.append(f"{path} is {fault}. Going on from the last complete checkpoint, {last}.")
-        return Choice(last, remarks, "Choose another one in its folder.")
-    raise CheckpointError(f"{path} is {fault}. {other}")
-
-
-def unfinished(folder: Path) -> list[Path]:
-    """Return the checkpoints in ``folder`` whose save did not finish."""
-    return sorted(folder.glob(f"{_UNFINISHED}*/*"))
+        return path, remarks
+    last = last_complete(path.parent, path) if newest else None
+    if last is None:
+        raise CheckpointError(f"{path} is {fault}. {other_complete(path)}")
+    remarks.append(f"{path} is {fault}. Going on from the last complete checkpoint, {last}.")
+    return last, remarks
 
 
 def damage(path: Path) -> str | None:

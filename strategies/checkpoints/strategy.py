@@ -53,7 +53,7 @@ from . import single_file
 from .background import BackgroundSave
 from .frozen import BASE, exclude, frozen_names, require_base, require_base_values
 from .options import CheckpointOptions
-from .storage import Choice, choose, is_remote, local, point, retire
+from .storage import choose, is_remote, local, other_complete, point, retire
 from .weights import (
     MAX_FILE_BYTES,
     WeightsSave,
@@ -402,14 +402,16 @@ class CheckpointStrategy(ProcessStrategy):
             lambda: self._choose_checkpoint(wanted) if self.is_global_zero else None,
         )[0]
         assert chosen is not None
-        for remark in chosen.remarks:
+        path, remarks = chosen
+        for remark in remarks:
             rank_zero_warn(remark)
         try:
-            return open_checkpoint(chosen.path, weights_only)
+            return open_checkpoint(path, weights_only)
         except CheckpointError as error:
-            raise CheckpointError(f"{str(error).rstrip('.')}. {chosen.other}") from error.__cause__
+            what = f"{str(error).rstrip('.')}. {other_complete(path)}"
+            raise CheckpointError(what) from error.__cause__
 
-    def _choose_checkpoint(self, wanted: Path) -> Choice:
+    def _choose_checkpoint(self, wanted: Path) -> tuple[Path, list[str]]:
         """Choose the checkpoint to read: another one if the newest is wanted and is incomplete.
 
         Lightning's ``_CheckpointConnector._parse_ckpt_path`` has turned "last" and "hpc" into paths

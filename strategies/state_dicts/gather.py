@@ -11,7 +11,7 @@ from torch import Tensor
 from .slices import TensorDescription
 
 
-def replace_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+def replace_tensors(tree: Any, change: Callable[[Any], Any]) -> Any:
     """Apply ``change`` to every slice and saved tensor in nested dicts and lists.
 
     A container without any of these is returned itself, not a copy.

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..engine import SCALARS, Entry, OptimizerStep, Zero3Engine
 from .collective_errors import run_on_all_ranks
+from .gather import replace_tensors
 from .optimizer_hooks import run_hooks
 from .slices import SlicedTensor, owned_tensor, slice_of
 
@@ -70,7 +71,10 @@ def _describe_owned_state(
     engine: Zero3Engine, owned_state: State, cls: str
 ) -> dict[str, dict[str, Any]]:
     """Return name -> key -> slice or scalar, of all owners; collective."""
-    mine = {name: _describe_values(state) for name, state in owned_state.items()}
+    mine = {
+        name: {key: _describe_value(value) for key, value in state.items()}
+        for name, state in owned_state.items()
+    }
     result: dict[str, dict[str, Any]] = {}
     by_rank = engine.collectives.all_gather_object(mine)
     # only the first replica's ranks: the other replicas own the same
@@ -87,10 +91,6 @@ def _describe_owned_state(
                 for key, kind in kinds.items()
             }
     return result
-
-
-def _describe_values(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: _describe_value(value) for key, value in state.items()}
 
 
 def _describe_value(value: Any) -> Any:
@@ -252,24 +252,12 @@ def broadcast_created_state(engine: Zero3Engine, states: Sequence[State]) -> lis
 
     The parameters' values are rank 0's on all ranks, too.
     """
-    mine = [{name: _describe_values(state[name]) for name in state} for state in states]
-    first = engine.collectives.all_gather_object(mine)[0]
-
-    def receive(index: int, name: str, key: str, kind: Any) -> Any:
-        if not isinstance(kind, tuple):
-            return kind
-        is_source = engine.collectives.global_rank == 0
-        value = states[index][name][key] if is_source else torch.empty(kind[0], dtype=kind[1])
-        return engine.collectives.broadcast(value.to(engine.device).contiguous()).cpu()
-
-    # in rank 0's order on all ranks: each value is a broadcast of its own
-    return [
-        {
-            name: {key: receive(index, name, key, kind) for key, kind in kinds.items()}
-            for name, kinds in state.items()
-        }
-        for index, state in enumerate(first)
+    is_source = engine.collectives.global_rank == 0
+    owned = [
+        _describe_owned_state(engine, state if is_source else {}, f"Optimizer {index}")
+        for index, state in enumerate(states)
     ]
+    return replace_tensors(owned, lambda tensor: tensor.gather_values().cpu())
 
 
 def _load_group_options(

@@ -171,25 +171,22 @@ def test_an_incomplete_last_is_replaced_by_the_last_complete_one(tmp_path):
     write(tmp_path / "step=6.ckpt", 6)
     last = tmp_path / "last.ckpt"
     write(last, 8)
-    assert storage.choose(last, newest=True) == storage.Choice(
-        last, [], f"The last complete one besides it is {tmp_path}/step=6.ckpt."
-    )
+    assert storage.choose(last, newest=True) == (last, [])
+    other = f"The last complete one besides it is {tmp_path}/step=6.ckpt."
+    assert storage.other_complete(last) == other
     (last / "__1_0.distcp").unlink()
     stage = storage.begin(tmp_path / "step=10.ckpt")
     stage.mkdir()
     (stage / "__0_0.distcp").write_text("")
-    chosen = storage.choose(last, newest=True)
-    assert chosen.path == tmp_path / "step=6.ckpt"
+    chosen, remarks = storage.choose(last, newest=True)
+    assert chosen == tmp_path / "step=6.ckpt"
     assert (
-        chosen.remarks[0]
+        remarks[0]
         == f"{tmp_path}/step=10.ckpt: incomplete: its save did not finish. Delete {stage} if no job"
         " is writing it."
     )
     lost = "incomplete: 1 of 2 shards (__1_0.distcp missing)"
-    assert (
-        chosen.remarks[1]
-        == f"{last} is {lost}. Going on from the last complete checkpoint, {chosen.path}."
-    )
+    assert remarks[1] == f"{last} is {lost}. Going on from the last complete checkpoint, {chosen}."
     with pytest.raises(
         CheckpointError, match="last.ckpt is incomplete: .* besides it is .*step=6.ckpt"
     ):
@@ -282,7 +279,7 @@ def test_a_neighbour_does_not_stop_a_good_checkpoint(tmp_path, neighbour, monkey
             return read_manifest(folder) if folder != other else die_of_permissions()
 
         monkeypatch.setattr(manifest, "read_manifest", refuse)
-    assert storage.choose(good, newest=False).path == good
+    assert storage.choose(good, newest=False)[0] == good
     storage.retire(good, [other])
     assert not good.exists()
 
@@ -314,8 +311,8 @@ def test_a_neighbours_broken_folder_is_passed_over(what, tmp_path):
     write_manifest(good, {"a": measure(good / "a")})
     assert "is damaged: " in storage.damage(bad) and "\x1b" not in storage.damage(bad)
     assert storage.last_complete(tmp_path) == good
-    assert storage.choose(good, newest=True).path == good
-    assert storage.choose(bad, newest=True).path == good
+    assert storage.choose(good, newest=True)[0] == good
+    assert storage.choose(bad, newest=True)[0] == good
     with pytest.raises(CheckpointError, match=str(bad)):
         storage.choose(bad, newest=False)
 
