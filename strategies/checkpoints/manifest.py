@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from pathlib import Path
 from typing import Any
+
+from .zip_file import compute_checksum
 
 MANIFEST = "manifest.json"
 INDEX = ".metadata"  # torch's
@@ -65,11 +66,9 @@ def require_file(file: Path) -> Path:
 
 def measure(file: Path) -> dict[str, int]:
     """Compute size and checksum of a file as it is now."""
-    size, checksum = 0, 0
+    size = file.stat().st_size
     with open(file, "rb") as stream:
-        while block := stream.read(1 << 20):
-            size, checksum = size + len(block), zlib.crc32(block, checksum)
-    return {"bytes": size, "crc32": checksum}
+        return {"bytes": size, "crc32": compute_checksum(stream, 0, size)}
 
 
 def damage(folder: Path) -> str | None:

@@ -28,6 +28,7 @@ from ..state_dicts.collective_errors import (
 )
 from ..state_dicts.slices import SavedTensor
 from ..support import profile_range
+from . import single_file
 from .index import read_index
 from .manifest import INDEX, changed, damage, read_manifest, require_file
 from .writer import OTHERS, TRAINER_STATE, put_back
@@ -118,13 +119,7 @@ class ShardedCheckpoint:
         file = require_file(self.folder / TRAINER_STATE)
         if not file.exists() and not read_manifest(self.folder):
             return {}
-        with open(file, "rb") as stream:
-            read_records(stream)
-            stream.seek(0)
-            state = torch.load(stream, map_location="cpu", weights_only=self._weights_only)
-        if not isinstance(state, dict):
-            raise CheckpointError(f"{TRAINER_STATE} is a {type(state).__name__}")
-        return state
+        return single_file.read(file, self._weights_only)
 
     def _read_state(self) -> dict[str, Any]:
         values: dict[str, Any] = {}

@@ -145,10 +145,12 @@ def read(path: Path, weights_only: bool) -> dict[str, Any]:
     Raises:
         CheckpointError: it is no checkpoint, or ``weights_only`` forbids what it holds.
     """
+    is_zip = zipfile.is_zipfile(path)
+    if is_zip:
+        with open(path, "rb") as stream:
+            read_records(stream)  # raises if one grows
     try:
-        content = torch.load(
-            path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=weights_only
-        )
+        content = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=weights_only)
     except OSError:
         raise
     except Exception as error:  # a file of anything raises nearly anything
