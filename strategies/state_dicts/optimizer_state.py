@@ -84,8 +84,8 @@ def _describe_owned_state(
             values = owned_state.get(name, {})
             result[name] = {
                 key: (
-                    owned_tensor(engine, name, kind[0], kind[1], owner, values.get(key))
-                    if isinstance(kind, tuple)
+                    owned_tensor(engine, name, kind.size(), kind.dtype, owner, values.get(key))
+                    if isinstance(kind, Tensor) and kind.is_meta
                     else kind
                 )
                 for key, kind in kinds.items()
@@ -94,12 +94,12 @@ def _describe_owned_state(
 
 
 def _describe_value(value: Any) -> Any:
-    """Return (shape, dtype) of a tensor with dimensions; scalars are returned themselves.
+    """Return a tensor with dimensions without its values; scalars are returned themselves.
 
     Of a container of tensors, which no checkpoint has a place for, it is the class.
     """
     if isinstance(value, Tensor) and value.dim():
-        return value.shape, value.dtype
+        return value.to("meta")
     if isinstance(value, dict | list | tuple) and any(
         isinstance(leaf, Tensor) for leaf in tree_leaves(value)
     ):

@@ -28,7 +28,15 @@ class ByAdafactor(Lit):
         matrices = [p for p in self.parameters() if p.ndim == 2]
         rest = [p for p in self.parameters() if p.ndim != 2]
         groups = [{"params": matrices}, {"params": rest, "lr": 0.01}]
-        return torch.optim.Adafactor(groups, lr=0.02, eps=(1e-3, 1e-2))
+        optimizer = torch.optim.Adafactor(groups, lr=0.02, eps=(1e-3, 1e-2))
+
+        def add(optimizer, *_):
+            for state in optimizer.state.values():
+                if state:
+                    state["pair"] = (1, 2)  # no shape and dtype
+
+        optimizer.register_step_post_hook(add)
+        return optimizer
 
 
 def fit(rank, world_size, strategy, folder, read=None):
