@@ -17,11 +17,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..state_dicts.collective_errors import CheckpointError, without_other_ranks
-from ..state_dicts.slices import TensorDescription
 from .manifest import require_file
-from .regions import ParallelSave, Place, Region, allocate, regions_of
+from .regions import Place, allocate
+from .single_file import FileSave
+from .stand_ins import StandIn, StandInUnpickler
 from .storage import begin, commit
-from .zip_file import Piece, read_records, write_checksums
+from .weights import open_checkpoint
+from .zip_file import read_records
 
 # as `torch.export.pt2_archive.constants`, whose import takes a second
 _names = torch._C._export.pt2_archive_constants
@@ -93,9 +95,8 @@ class Skeleton:
         The other arguments are as of :meth:`of_program`.
         """
         pickled = _read(file, "data.pkl".__eq__)["data.pkl"]
-        pairs = [
-            (k, f"data/{number}") for k, number in _Storages(io.BytesIO(pickled)).load().named()
-        ]
+        module = _Storages(io.BytesIO(pickled)).load()
+        pairs = [(key, f"data/{number}") for key, number in _named(module)]
         left_out = {record for key, record in pairs if key in saved}
         left_out.add(".data/serialization_id")  # of the values; the writer makes another
         return cls(_read(file, lambda name: name not in left_out), _table(pairs, tensors, prefix))
@@ -144,33 +145,21 @@ def _table(
     return found
 
 
-class _Object:
-    """Stands for an object of a class that is not there, or is not needed: its attributes."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        self.__dict__ = state if isinstance(state, dict) else {}
-
-    def named(self, prefix: str = "") -> Iterator[tuple[str, str]]:
-        """Yield the name and the record's number of each tensor."""
-        for name, value in vars(self).items():
-            if isinstance(value, _Object):
-                yield from value.named(f"{prefix}{name}.")
-            elif isinstance(value, _Number):
-                yield prefix + name, value
-
-
 class _Number(str):
     """Of the record of a tensor's storage."""
 
 
-_Unpickler: Any = pickle._Unpickler  # Python's, not C's
+def _named(module: StandIn, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the name and the record's number of each tensor."""
+    for name, value in vars(module).items():
+        if isinstance(value, StandIn):
+            yield from _named(value, f"{prefix}{name}.")
+        elif isinstance(value, _Number):
+            yield prefix + name, value
 
 
-class _Storages(_Unpickler):
-    """Reads a scripted module's attributes, a number for each tensor; runs nothing."""
+class _Storages(StandInUnpickler):
+    """Reads a scripted module's attributes, a number for each tensor."""
 
     def load_reduce(self) -> None:
         """Call a constructor, also that of an enum, whose argument TorchScript puts in no tuple."""
@@ -178,17 +167,17 @@ class _Storages(_Unpickler):
         is_tuple = isinstance(arguments, tuple)
         self.stack[-1] = self.stack[-1](*(arguments if is_tuple else (arguments,)))
 
-    dispatch = {**_Unpickler.dispatch, pickle.REDUCE[0]: load_reduce}
+    dispatch = {**StandInUnpickler.dispatch, pickle.REDUCE[0]: load_reduce}
 
     def find_class(self, module: str, name: str) -> Any:
         is_tensor = name == "_rebuild_tensor_v2"
-        return (lambda storage, *_: storage) if is_tensor else type(name, (_Object,), {})
+        return (lambda storage, *_: storage) if is_tensor else super().find_class(module, name)
 
     def persistent_load(self, saved: Any) -> Any:
         return _Number(saved[2])
 
 
-class ArchiveSave(ParallelSave):
+class ArchiveSave(FileSave):
     """Fill a skeleton.
 
     Args:
@@ -214,7 +203,7 @@ class ArchiveSave(ParallelSave):
         return begin_file(self.path)
 
     @override
-    def reserve(self, tree: Any, stage: Path) -> tuple[dict[int, Place], list[Region]]:
+    def reserve(self, tree: Any, stage: Path) -> Iterable[tuple[Tensor, Place]]:
         records, holes = dict(self._skeleton.records), {}
         # the writer has a record of its own for it, whose name depends on the version
         version = records.pop("version", None) or records.pop(".data/version")
@@ -248,19 +237,7 @@ class ArchiveSave(ParallelSave):
             writer.write_end_of_file()
             allocate(stream, stream.seek(0, os.SEEK_END))
             starts = {r.name.partition("/")[2]: r.start for r in read_records(stream)}
-        places: dict[int, Place] = {}
-        regions: list[Region] = []
-        for name, value in holes.items():
-            place = Place("", starts[name])
-            if isinstance(value, TensorDescription):
-                places[id(value)] = place
-            else:
-                regions += regions_of(value, place)
-        return places, regions
-
-    @override
-    def complete(self, stage: Path, pieces: list[Piece]) -> None:
-        write_checksums(stage, pieces)
+        return [(value, Place("", starts[name])) for name, value in holes.items()]
 
 
 def begin_file(path: Path) -> Path:
@@ -289,9 +266,7 @@ def export_checkpoint(path: Path, programs: Mapping[Path, Skeleton], average: bo
     Raises:
         CheckpointError: the checkpoint is broken, or is another model's or run's.
     """
-    from .consolidate import open_checkpoint
-
-    classes: list[Any] = [(_Object, name) for name in _unknown_classes(path)]
+    classes: list[Any] = [(StandIn, name) for name in _unknown_classes(path)]
     with torch.serialization.safe_globals(classes):
         checkpoint = open_checkpoint(path)
     callbacks = checkpoint.get("callbacks", {})

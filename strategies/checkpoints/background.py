@@ -4,26 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-
-class Save(Protocol):
-    """A checkpoint whose parts are to be written."""
-
-    def copy_to_cpu(self) -> None:
-        """Copy what this rank is going to write, because it changes from now on; collective."""
-
-    def write(self, group: dist.ProcessGroup | None = None) -> None:
-        """Write this rank's part, and let the checkpoint appear when all have; collective.
-
-        Args:
-            group: of all ranks, for the exchanges; by default the one of the run.
-
-        Raises:
-            CheckpointError: on all ranks, if any could not write.
-        """
+if TYPE_CHECKING:
+    from .regions import ParallelSave
+    from .writer import ShardedSave
 
 
 class BackgroundSave:
@@ -40,7 +27,7 @@ class BackgroundSave:
         """Whether :meth:`wait` has not been called since the last :meth:`start`."""
         return self._save is not None
 
-    def start(self, save: Save) -> None:
+    def start(self, save: ParallelSave | ShardedSave) -> None:
         """Copy this rank's part and begin to write it; collective.
 
         :meth:`wait` must have been called for the save before.

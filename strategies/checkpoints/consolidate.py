@@ -8,15 +8,13 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from ..state_dicts.collective_errors import CheckpointError, without_other_ranks
-from .sharded import ShardedCheckpoint
-from .single_file import FileSave, load, number_states
+from .single_file import FileSave, number_states
 from .storage import local
-from .weights import MAX_FILE_BYTES, WeightsSave, open_weights, rename_keys
+from .weights import MAX_FILE_BYTES, WeightsSave, open_checkpoint, open_weights, rename_keys
 
 DESCRIPTION = "write a checkpoint as one file that any strategy reads, or as safetensors files"
 
@@ -69,7 +67,7 @@ def export(path: Path, out: Path, max_file_bytes: int, prefix: str = "") -> None
         CheckpointError: the checkpoint is broken.
     """
     mapping = {f"^{re.escape(prefix)}": ""}
-    state = rename_keys(open_weights(path, weights_only=True)[0], mapping)
+    state = rename_keys(open_weights(path, weights_only=True), mapping)
     for key, value in state.items():
         # a file of a few bytes may claim any size
         if type(value) is Tensor and value.nbytes > value.untyped_storage().nbytes():
@@ -88,8 +86,3 @@ def consolidate(path: Path, out: Path) -> None:
     if path.is_dir():
         number_states(checkpoint)
     FileSave(checkpoint, out).write()
-
-
-def open_checkpoint(path: Path) -> dict[str, Any]:
-    """Return a checkpoint whose tensors are read when they are used; collective."""
-    return ShardedCheckpoint(path).checkpoint() if path.is_dir() else load(path, weights_only=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..state_dicts.collective_errors import CheckpointError, without_other_ranks
 from ..support import printable
 from . import manifest, single_file
-from .manifest import INDEX, Manifest
+from .manifest import INDEX, MANIFEST, read_manifest
 from .sharded import ShardedCheckpoint
 from .storage import damage, last_complete
 
@@ -63,17 +63,17 @@ def describe_file(path: Path) -> Iterator[str]:
 
 def describe_folder(path: Path) -> Iterator[str]:
     """Yield lines about a complete sharded checkpoint."""
-    manifest = Manifest.read(path)
-    if manifest is None:
-        yield "no manifest: another program wrote it"
-    else:
+    if about := read_manifest(path):
+        written = time.gmtime((path / MANIFEST).stat().st_mtime)
         yield (
-            f"epoch {manifest.epoch}, step {manifest.global_step}, written by {manifest.world_size}"
-            " ranks on " + time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(manifest.saved))
+            f"epoch {about.get('epoch')}, step {about.get('global_step')}, written by"
+            f" {about.get('world_size')} ranks on {time.strftime('%Y-%m-%d %H:%M:%S UTC', written)}"
         )
+    else:
+        yield "no manifest: another program wrote it"
     for file in sorted(path.iterdir()):
         yield f"  {file.name}  {file.stat().st_size:,} bytes"
-    yield from _describe_tensors(ShardedCheckpoint(path).state())
+    yield from _describe_tensors(ShardedCheckpoint(path).state)
 
 
 def describe_parent(folder: Path) -> Iterator[str]:

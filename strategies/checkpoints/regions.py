@@ -25,7 +25,7 @@ from typing_extensions import Self
 
 from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size, run_on_all_ranks
 from ..state_dicts.gather import tensors_in
-from ..state_dicts.slices import SlicedTensor, TensorDescription
+from ..state_dicts.slices import SlicedTensor
 from ..support import profile_range
 from .storage import commit, discard, sync
 from .zip_file import Piece
@@ -200,13 +200,17 @@ class ParallelSave:
         self._regions: list[Region] = []
         self._stage: Path | None = None
         # a slice that stands at several places (tied parameters) is written once
-        slices = {id(tensor): tensor for tensor in tensors_in(tree, TensorDescription)}
+        slices = tensors_in(tree)
 
         def reserve_places() -> tuple[Path, list[Place]] | None:
             if self._rank:
                 return None
             self._stage = self.begin()
-            places, self._regions = self.reserve(tree, self._stage)
+            places: dict[int, Place] = {}
+            for tensor, place in self.reserve(tree, self._stage):
+                places[id(tensor)] = place
+                if id(tensor) not in slices:
+                    self._regions += regions_of(tensor, place)
             return self._stage, [places[key] for key in slices]
 
         def plan(places: list[Place]) -> None:
@@ -236,12 +240,11 @@ class ParallelSave:
         """Return where to write before all is complete; on rank 0."""
         raise NotImplementedError
 
-    def reserve(self, tree: Any, stage: Path) -> tuple[dict[int, Place], list[Region]]:
+    def reserve(self, tree: Any, stage: Path) -> Iterable[tuple[Tensor, Place]]:
         """Write everything in ``tree`` but the values of tensors; on rank 0.
 
         Returns:
-            ``id`` of each slice or saved tensor -> where its values belong; and the values of all
-            other tensors, with their places.
+            each tensor, and where its values belong.
         """
         raise NotImplementedError
 

@@ -7,28 +7,31 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.utils import _ReaderView
 
 from ..data import own_entries
-from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size, run_on_all_ranks
+from ..state_dicts.collective_errors import (
+    CheckpointError,
+    rank_and_world_size,
+    run_on_all_ranks,
+    without_other_ranks,
+)
 from ..state_dicts.slices import SavedTensor
 from ..support import profile_range
+from . import single_file
 from .index import read_index
-from .manifest import INDEX, Manifest, changed, damage, require_file
-from .writer import OTHERS, TRAINER_STATE, put_back, torch_errors
+from .manifest import INDEX, changed, damage, read_manifest, require_file
+from .writer import OTHERS, TRAINER_STATE, put_back
 from .zip_file import read_records
 
 
@@ -38,6 +41,9 @@ class ShardedCheckpoint:
     Args:
         folder: the directory.
         weights_only: refuse everything but tensors and plain values.
+
+    Attributes:
+        state: nested, as it was saved. Each tensor that has dimensions is a :class:`SavedTensor`.
 
     Raises:
         CheckpointError: on all ranks, if a file is missing or is not as it was written.
@@ -59,12 +65,13 @@ class ShardedCheckpoint:
         fault = damage(self.folder) or changed(self.folder, rank, world_size)
         if fault:
             raise CheckpointError(fault)
+        self._reader = _Reader(self.folder)
         self._metadata = (
-            read_index(self.folder)
-            if self._weights_only
-            else FileSystemReader(self.folder).read_metadata()
+            read_index(self.folder) if self._weights_only else self._reader.read_metadata()
         )
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self._require_files()
+        self.state = self._read_state()
 
     def _require_files(self) -> None:
         """Raise a CheckpointError if a file is shorter than the index says.
@@ -85,20 +92,17 @@ class ShardedCheckpoint:
                 raise CheckpointError(f"incomplete: {name} has {present:,} of {size:,} bytes")
 
     def checkpoint(self) -> dict[str, Any]:
-        """Return the checkpoint as Lightning made it, with unread tensors; collective.
-
-        Tensors outside of ``meta.pt`` are as :meth:`state` returns them.
-        """
-        state = self.state()
+        """Return the checkpoint as Lightning made it, with unread tensors; collective."""
+        state = dict(self.state)
         rest: dict[str, Any] = {}
         run_on_all_ranks(f"Loading {self.folder}", lambda: rest.update(self._trainer_state()))
         # "model": of Lightning's `FSDPStrategy`; no key: weights alone, of `dcp.save(state_dict)`
         key = next((key for key in ("state_dict", "model") if key in state), None)
         weights, state = (state, {}) if key is None else (state.pop(key), state)
-        whole = own_entries(rest).get("extra_states", {})
+        own = own_entries(rest)
         checkpoint = {
             **put_back(rest, state.pop(OTHERS, {})),
-            "state_dict": {**weights, **whole},
+            "state_dict": {**weights, **own.get("extra_states", {})},
         }
         if state:
             checkpoint["optimizer_states"] = [
@@ -106,32 +110,25 @@ class ShardedCheckpoint:
                 for index in range(len(state))
                 if f"optimizer_{index}" in state
             ]
+            groups = own.get("param_groups", [])
+            for optimizer, saved in zip(checkpoint["optimizer_states"], groups, strict=False):
+                optimizer["param_groups"] = saved
         return checkpoint
 
     def _trainer_state(self) -> dict[str, Any]:
         file = require_file(self.folder / TRAINER_STATE)
-        if not file.exists() and Manifest.read(self.folder) is None:
+        if not file.exists() and not read_manifest(self.folder):
             return {}
-        with open(file, "rb") as stream:
-            read_records(stream)
-            stream.seek(0)
-            state = torch.load(stream, map_location="cpu", weights_only=self._weights_only)
-        if not isinstance(state, dict):
-            raise CheckpointError(f"{TRAINER_STATE} is a {type(state).__name__}")
-        return state
+        return single_file.read(file, self._weights_only)
 
-    def state(self) -> dict[str, Any]:
-        """Return the nested state as it was saved; collective.
-
-        Each tensor that has dimensions is a :class:`SavedTensor`; all other values are read.
-        """
+    def _read_state(self) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for name, kind in self._metadata.state_dict_metadata.items():
             if not isinstance(kind, TensorStorageMetadata):
                 values[name] = None
             elif not kind.size:
                 values[name] = torch.empty((), dtype=kind.properties.dtype)
-        self._load(values)
+        self._read(values)
         nested: dict[str, Any] = {}
         for name, kind in self._metadata.state_dict_metadata.items():
             value = values[name] if name in values else self._tensor(name, kind)
@@ -140,52 +137,30 @@ class ShardedCheckpoint:
                 set_element(nested, path, value)
             except (AttributeError, IndexError, KeyError, TypeError) as error:
                 raise CheckpointError(
-                    f"{self.folder}: the index nests {name!r} in what is no container"
+                    f"the index nests {name!r} in what is no container"
                 ) from error
         return nested
 
     def _tensor(self, name: str, kind: Any) -> SavedTensor:
-        def read() -> Tensor:
-            # hazard: where the file has no values, memory of others would show
-            target = {name: torch.zeros(kind.size, dtype=kind.properties.dtype)}
-            self._load(target, is_local=True)
-            return target[name]
+        def read_into(target: Tensor) -> None:
+            self._read({name: target})
 
-        return SavedTensor(name, kind.size, kind.properties.dtype, read)
+        return SavedTensor(name, kind.size, kind.properties.dtype, read_into)
 
-    def read(self, wanted: Iterable[tuple[SavedTensor, Tensor]]) -> None:
-        """Copy saved values into tensors, or into this rank's parts of slices; collective.
+    @without_other_ranks()  # for the error, which names the folder
+    def _read(self, targets: dict[str, Any]) -> None:
+        """Read values into tensors of their names, or into this rank's parts of slices; local.
 
-        Values are converted to the dtype of the tensor that they are read into.
-
-        Args:
-            wanted: pairs of a saved tensor and the tensor or
-                :class:`~.state_dicts.slices.SlicedTensor` to fill.
+        They are converted to the dtype of the tensor. What has no tensor is put into ``targets``.
         """
-        # a tensor may be wanted twice, and a round has one target for each name
-        rounds: list[dict[str, Tensor]] = [{}]
-        for saved, target in wanted:
-            free = next((targets for targets in rounds if saved.label not in targets), None)
-            if free is None:
-                free = {}
-                rounds.append(free)
-            free[saved.label] = target
-        counts: list[int] = [len(rounds)]
-        if rank_and_world_size()[1] > 1:
-            counts = [0] * dist.get_world_size()
-            dist.all_gather_object(counts, len(rounds))
-        # hazard: each load is collective, so a rank with fewer rounds joins the rest with nothing
-        for number in range(max(counts)):
-            self._load(rounds[number] if number < len(rounds) else {})
+        planner = _LoadPlanner(self._weights_only)
+        planner.set_up_planner(targets, self._metadata)
 
-    def _load(self, targets: dict[str, Any], is_local: bool = False) -> None:
-        with torch_errors(f"Reading {self.folder}"), profile_range("read checkpoint"):
-            dcp.load(
-                targets,
-                storage_reader=_Reader(self.folder, self._metadata),
-                planner=_LoadPlanner(self._weights_only),
-                no_dist=is_local or rank_and_world_size()[1] == 1,
-            )
+        def read() -> None:
+            self._reader.read_data(planner.create_local_plan(), planner)
+
+        with profile_range("read checkpoint"):
+            run_on_all_ranks(f"Reading {self.folder}", read)
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -206,17 +181,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class _Reader(FileSystemReader):
-    """Read tensors by an index that was read before.
-
-    ``FileSystemReader.read_metadata`` unpickles the index with code that it names.
-    """
-
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
-        super().__init__(folder)
-        self._metadata = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
+    """Look into each record before it is read."""
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
         part: Any = _Part(cast(Any, file), sinfo.offset, sinfo.length)

@@ -11,7 +11,7 @@ import itertools
 import os
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +24,9 @@ from typing_extensions import override
 
 from ..data import add_entries, own_entries
 from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size, run_on_all_ranks
-from ..state_dicts.gather import replace_tensors
-from ..state_dicts.optimizer_state import number_parameters
-from .regions import ParallelSave, Place, Region, allocate, regions_of
+from ..state_dicts.gather import replace_tensors, tensors_in
+from ..state_dicts.optimizer_state import name_parameters, number_parameters
+from .regions import ParallelSave, Place, allocate
 from .storage import begin
 from .zip_file import Piece, changed_records, read_records, share_of_checksums, write_checksums
 
@@ -39,7 +39,7 @@ class FileSave(ParallelSave):
         return begin(self.path)
 
     @override
-    def reserve(self, tree: Any, stage: Path) -> tuple[dict[int, Place], list[Region]]:
+    def reserve(self, tree: Any, stage: Path) -> Iterable[tuple[Tensor, Place]]:
         return reserve(tree, stage)
 
     @override
@@ -47,11 +47,13 @@ class FileSave(ParallelSave):
         write_checksums(stage, pieces)
 
 
-def reserve(tree: Any, file: Path) -> tuple[dict[int, Place], list[Region]]:
+def reserve(tree: Any, file: Path) -> Iterable[tuple[Tensor, Place]]:
     """Write a file with everything in ``tree`` but the values of tensors; see `ParallelSave`."""
-    fakes: dict[int, Tensor] = {}
+    slices = tensors_in(tree)
     with FakeTensorMode():
-        skeleton = replace_tensors(tree, lambda tensor: fakes.setdefault(id(tensor), _fake(tensor)))
+        fakes = {key: _fake(tensor) for key, tensor in slices.items()}
+    skeleton = replace_tensors(tree, lambda tensor: fakes[id(tensor)])
+    places: list[tuple[Tensor, Place]] = []
     storages: dict[str, torch.UntypedStorage] = {}
     # hazard: others may put something else under this name. The file is a new one, and is not
     # opened again to find the places in it.
@@ -60,20 +62,17 @@ def reserve(tree: Any, file: Path) -> tuple[dict[int, Place], list[Region]]:
             torch.save(skeleton, stream, pickle_module=_pickle_noting(storages))
         allocate(stream, stream.seek(0, os.SEEK_END))
         records = {record.name.partition("/data/")[2]: record for record in read_records(stream)}
-    keys = {fake.untyped_storage()._cdata: key for key, fake in fakes.items()}
-    places: dict[int, Place] = {}
-    regions: list[Region] = []
+    found = {fake.untyped_storage()._cdata: slices[key] for key, fake in fakes.items()}
     for number, storage in storages.items():
         record = records[number]
         if record.size != storage.nbytes():
             raise CheckpointError("torch.save wrote tensors in another way than is expected")
-        if storage._cdata in keys:
-            places[keys[storage._cdata]] = Place("", record.start)
-        else:
-            # as it lies there: a conjugated view says so in the file
-            values = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            regions += regions_of(values, Place("", record.start))
-    return places, regions
+        # as it lies there: a conjugated view says so in the file
+        tensor = found.get(storage._cdata)
+        if tensor is None:
+            tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        places.append((tensor, Place("", record.start)))
+    return places
 
 
 def _fake(tensor: Tensor) -> Tensor:
@@ -113,31 +112,12 @@ def number_states(checkpoint: dict[str, Any]) -> None:
 
 def named_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the optimizer states of a loaded checkpoint, with names where it says them."""
-    states, all_names = (
-        checkpoint["optimizer_states"],
-        own_entries(checkpoint).get("optimizer_names", []),
-    )
-    if len(states) != len(all_names):
+    states = checkpoint["optimizer_states"]
+    all_names = own_entries(checkpoint).get("optimizer_names", [])
+    numbers = [[group["params"] for group in state["param_groups"]] for state in states]
+    if numbers != [_numbers(names) for names in all_names]:  # a hook changed states or groups
         return states
-    result = []
-    for state, names in zip(states, all_names, strict=True):
-        groups, order = state["param_groups"], [name for members in names for name in members]
-        if [group["params"] for group in groups] != _numbers(names):  # a hook changed the groups
-            return states
-        result.append(
-            {
-                **state,
-                "state": {
-                    order[key] if isinstance(key, int) else key: value
-                    for key, value in state["state"].items()
-                },
-                "param_groups": [
-                    {**group, "params": members}
-                    for group, members in zip(groups, names, strict=True)
-                ],
-            }
-        )
-    return result
+    return [name_parameters(*pair) for pair in zip(states, all_names, strict=True)]
 
 
 def _numbers(names: list[list[str]]) -> list[list[int]]:
@@ -165,10 +145,12 @@ def read(path: Path, weights_only: bool) -> dict[str, Any]:
     Raises:
         CheckpointError: it is no checkpoint, or ``weights_only`` forbids what it holds.
     """
+    is_zip = zipfile.is_zipfile(path)
+    if is_zip:
+        with open(path, "rb") as stream:
+            read_records(stream)  # raises if one grows
     try:
-        content = torch.load(
-            path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=weights_only
-        )
+        content = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=weights_only)
     except OSError:
         raise
     except Exception as error:  # a file of anything raises nearly anything

@@ -29,12 +29,11 @@ import uuid
 import zipfile
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..state_dicts.collective_errors import CheckpointError, MissingCheckpointError
 from . import manifest, zip_file
-from .manifest import INDEX, MANIFEST, Manifest
+from .manifest import INDEX, MANIFEST
 
 _UNFINISHED, _REMOVED = ".unfinished", ".removed"
 # errors of fsync that mean lost bytes; the others: the file system, or the kind of file, has none
@@ -241,25 +240,18 @@ def last_complete(folder: Path, besides: Path | None = None) -> Path | None:
         for path in folder.glob("*.ckpt")
         if besides is None or os.path.realpath(path) != os.path.realpath(besides)
     ]
-    return max(((_saved(path), path) for path in paths if _is_whole(path)), default=(0.0, None))[1]
+    return max(filter(_is_whole, paths), key=_when_saved, default=None)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Which checkpoint to read.
-
-    Attributes:
-        path: of the checkpoint.
-        remarks: warnings about broken checkpoints in its folder.
-        other: a sentence for the error if ``path`` is damaged: which checkpoint to read instead.
-    """
-
-    path: Path
-    remarks: list[str]
-    other: str
+def other_complete(path: Path) -> str:
+    """Say, for the error if ``path`` is broken, which checkpoint there is instead."""
+    last = last_complete(path.parent, path)
+    if last is None:
+        return "There is no other complete one in its folder."
+    return f"The last complete one besides it is {last}."
 
 
-def choose(path: Path, newest: bool) -> Choice:
+def choose(path: Path, newest: bool) -> tuple[Path, list[str]]:
     """Choose the checkpoint to read for ``path``.
 
     Args:
@@ -268,40 +260,30 @@ def choose(path: Path, newest: bool) -> Choice:
             ``path`` is incomplete. (A complete checkpoint with wrong checksums is an error all the
             same: a disk that loses bytes must not go unnoticed.)
 
+    Returns:
+        the checkpoint, and warnings about broken ones in its folder.
+
     Raises:
         CheckpointError: ``path`` does not exist or is incomplete; the error names the last complete
             checkpoint of the folder.
     """
-    last = last_complete(path.parent, path)
-    other = (
-        f"The last complete one besides it is {last}."
-        if last
-        else "There is no other complete one in its folder."
-    )
     remarks = [
-        f"{path.parent / _name_of(stage)}: {_describe_unfinished(stage)}. Delete {stage} if no job"
-        " is writing it."
-        for stage in unfinished(path.parent)
+        f"{path.parent / _name_of(stage)}: incomplete: its save did not finish. Delete {stage} if"
+        " no job is writing it."
+        for stage in sorted(path.parent.glob(f"{_UNFINISHED}*/*"))
         if not stage.is_symlink()
     ]
     if not path.exists():
-        raise MissingCheckpointError(" ".join([f"There is no checkpoint {path}.", *remarks, other]))
+        what = " ".join([f"There is no checkpoint {path}.", *remarks, other_complete(path)])
+        raise MissingCheckpointError(what)
     fault = damage(path)
     if fault is None:
-        return Choice(path, remarks, other)
-    if newest and last is not None:
-        remarks.append(f"{path} is {fault}. Going on from the last complete checkpoint, {last}.")
-        return Choice(last, remarks, "Choose another one in its folder.")
-    raise CheckpointError(f"{path} is {fault}. {other}")
-
-
-def unfinished(folder: Path) -> list[Path]:
-    """Return the checkpoints in ``folder`` whose save did not finish."""
-    return sorted(folder.glob(f"{_UNFINISHED}*/*"))
-
-
-def _describe_unfinished(stage: Path) -> str:
-    return (damage(stage) if stage.is_dir() else None) or "incomplete: its save did not finish"
+        return path, remarks
+    last = last_complete(path.parent, path) if newest else None
+    if last is None:
+        raise CheckpointError(f"{path} is {fault}. {other_complete(path)}")
+    remarks.append(f"{path} is {fault}. Going on from the last complete checkpoint, {last}.")
+    return last, remarks
 
 
 def damage(path: Path) -> str | None:
@@ -320,9 +302,8 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-def _saved(path: Path) -> float:
-    found = Manifest.read(path) if path.is_dir() else None
-    return path.stat().st_mtime if found is None else found.saved
+def _when_saved(path: Path) -> tuple[float, Path]:
+    return (path / MANIFEST if path.is_dir() else path).stat().st_mtime, path
 
 
 def _exchange(a: Path, b: Path) -> bool:

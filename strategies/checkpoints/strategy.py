@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence, Set
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -32,6 +32,7 @@ from ..state_dicts.model_state import (
     compare_keys,
     load_module,
     load_state_dict,
+    named_values,
     own_values,
     require_fit,
     sliced_state_dict,
@@ -49,25 +50,19 @@ from ..state_dicts.optimizer_state import (
 from ..state_dicts.slices import Shards
 from ..support import give_back_memory
 from . import single_file
-from .background import BackgroundSave, Save
+from .background import BackgroundSave
 from .frozen import BASE, exclude, frozen_names, require_base, require_base_values
 from .options import CheckpointOptions
-from .storage import Choice, choose, is_remote, local, point, retire
+from .storage import choose, is_remote, local, other_complete, point, retire
 from .weights import (
     MAX_FILE_BYTES,
     WeightsSave,
     guess_key_mapping,
+    open_checkpoint,
     open_weights,
     rename_keys,
 )
 
-if TYPE_CHECKING:  # importing torch.distributed.checkpoint is slow
-    from .sharded import ShardedCheckpoint
-
-# Keys of the loss scaler's state. Lightning's `_CheckpointConnector.dump_checkpoint` uses the class
-# name of the precision plugin; the file has the name of Lightning's, so that other strategies find
-# it.
-_SCALER, _OWN_SCALER = "MixedPrecision", "Zero3MixedPrecision"
 _GRADIENTS = "zero3_gradients"
 _LOCAL_ONLY = (
     "sharded checkpoints, and those that are written in the background, lie on a file system that"
@@ -87,11 +82,8 @@ class CheckpointStrategy(ProcessStrategy):
     # loaded gradients of an accumulation window that goes on, until training starts
     _loaded_gradients: Mapping[str, Tensor] | None = None
     _background: BackgroundSave | None = None  # while the model is trained
-    # a loaded checkpoint whose tensors have not been read yet
-    _source: ShardedCheckpoint | None = None
     _group: dist.ProcessGroup | None = None  # of all ranks, when the model was sharded
-    # state dicts to load once the model is sharded, and who reads their tensors
-    _pending_weights: Sequence[tuple[Mapping[str, Any], ShardedCheckpoint | None]] = ()
+    _pending_weights: Sequence[Mapping[str, Any]] = ()  # to load once the model is sharded
     _links: Set[Path] = frozenset()  # to checkpoints, that this run has made
     _frozen: Set[str] = frozenset()  # names of what was frozen when the model was sharded
     # of a loaded checkpoint without frozen parameters: their shapes and checksums
@@ -215,8 +207,6 @@ class CheckpointStrategy(ProcessStrategy):
             assert self.lightning_module is not None
             replica = self.replica[0] if self._checkpoints.compare_frozen else None
             exclude(checkpoint, self._frozen & frozen_names(self.lightning_module), replica)
-        if _OWN_SCALER in checkpoint:
-            checkpoint[_SCALER] = checkpoint.pop(_OWN_SCALER)
         filepath = self.broadcast(filepath)
         is_local = storage_options is None and not is_remote(filepath)
         if self._is_local_only and not is_local:
@@ -247,7 +237,7 @@ class CheckpointStrategy(ProcessStrategy):
         shards = self.engine.collectives.world_size
         return self.global_rank // shards, self.world_size // shards
 
-    def _write(self, save: Save) -> None:
+    def _write(self, save: Any) -> None:
         if self._background is None:
             save.write()
         else:
@@ -328,9 +318,7 @@ class CheckpointStrategy(ProcessStrategy):
         gradients, self._loaded_gradients = self._loaded_gradients, None
         if gradients is not None:
             assert self.engine is not None
-            reads = load_gradients(self.engine, gradients)
-            if self._source is not None:
-                self._source.read(reads)
+            load_gradients(self.engine, gradients)
         self._background = BackgroundSave() if self._checkpoints.background else None
 
     @override
@@ -397,7 +385,6 @@ class CheckpointStrategy(ProcessStrategy):
         """Read everything but tensors, which are read when they are loaded; collective."""
         self.finish_saving()
         weights_only = self._checkpoints.weights_only if weights_only is None else weights_only
-        self._source = None
         if is_remote(checkpoint_path) or type(self.checkpoint_io) is not TorchCheckpointIO:
             checkpoint = {}
             load = super().load_checkpoint
@@ -407,8 +394,6 @@ class CheckpointStrategy(ProcessStrategy):
             )
         else:
             checkpoint = self._load_local(Path(checkpoint_path), weights_only)
-        if _SCALER in checkpoint:
-            checkpoint[_OWN_SCALER] = checkpoint[_SCALER]
         self._data.load(checkpoint)
         return checkpoint
 
@@ -418,19 +403,16 @@ class CheckpointStrategy(ProcessStrategy):
             lambda: self._choose_checkpoint(wanted) if self.is_global_zero else None,
         )[0]
         assert chosen is not None
-        for remark in chosen.remarks:
+        path, remarks = chosen
+        for remark in remarks:
             rank_zero_warn(remark)
         try:
-            if not chosen.path.is_dir():
-                return single_file.load(chosen.path, weights_only)
-            from .sharded import ShardedCheckpoint
-
-            self._source = ShardedCheckpoint(chosen.path, weights_only)
-            return self._source.checkpoint()
+            return open_checkpoint(path, weights_only)
         except CheckpointError as error:
-            raise CheckpointError(f"{str(error).rstrip('.')}. {chosen.other}") from error.__cause__
+            what = f"{str(error).rstrip('.')}. {other_complete(path)}"
+            raise CheckpointError(what) from error.__cause__
 
-    def _choose_checkpoint(self, wanted: Path) -> Choice:
+    def _choose_checkpoint(self, wanted: Path) -> tuple[Path, list[str]]:
         """Choose the checkpoint to read: another one if the newest is wanted and is incomplete.
 
         Lightning's ``_CheckpointConnector._parse_ckpt_path`` has turned "last" and "hpc" into paths
@@ -461,14 +443,14 @@ class CheckpointStrategy(ProcessStrategy):
         self._base = checkpoint.get(BASE)
         if self._base is None:
             self._pending_weights = ()
-            _warn_of_keys(*self._load_state(state, strict, self._source))
+            _warn_of_keys(*self._load_state(state, strict))
             return
         require_base(module, self._base, self.pending_keys())
-        missing, unexpected = compare_keys(module.state_dict(keep_vars=True), state)
+        missing, unexpected = compare_keys(named_values(module), state)
         missing = [key for key in missing if key not in self._base]
         require_fit(module, missing, unexpected, strict)
         _warn_of_keys(missing, unexpected)
-        self._load_state(state, False, self._source)
+        self._load_state(state, False)
         if self._has_shards(module):
             self._compare_base()
 
@@ -478,24 +460,22 @@ class CheckpointStrategy(ProcessStrategy):
         if base is not None:
             require_base_values(self.sliced_state_dict(), base, self.replica[0])
 
-    def _load_state(
-        self, state: Mapping[str, Any], strict: bool, source: ShardedCheckpoint | None
-    ) -> tuple[list[str], list[str]]:
+    def _load_state(self, state: Mapping[str, Any], strict: bool) -> tuple[list[str], list[str]]:
         """Load weights into shards or a module with memory, or let them wait for the shards."""
         module = self.lightning_module
         assert module is not None
         if self._has_shards(module):
             assert self.engine is not None
-            return load_state_dict(self.engine, module, state, strict, source)
+            return load_state_dict(self.engine, module, state, strict)
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            missing, unexpected = compare_keys(module.state_dict(keep_vars=True), state)
+            missing, unexpected = compare_keys(named_values(module), state)
             require_fit(module, missing, unexpected, strict)
             fitting = {key: value for key, value in state.items() if key not in unexpected}
-            self._pending_weights = [*self._pending_weights, (fitting, source)]
+            self._pending_weights = [*self._pending_weights, fitting]
             return missing, unexpected
         # before loading, which then converts from the digits in the file
         self.precision_plugin.convert_module(module)
-        return load_module(module, state, strict, source)
+        return load_module(module, state, strict)
 
     def _has_shards(self, module: nn.Module) -> bool:
         return self.engine is not None and all(
@@ -504,7 +484,7 @@ class CheckpointStrategy(ProcessStrategy):
 
     def pending_keys(self) -> set[str]:
         """Return the keys of weights that wait for the model to be sharded."""
-        return {key for state, _ in self._pending_weights for key in state}
+        return {key for state in self._pending_weights for key in state}
 
     def _load_weights(self) -> None:
         """Load weights that waited for the model to be sharded; to be called then; collective."""
@@ -514,8 +494,8 @@ class CheckpointStrategy(ProcessStrategy):
         if self.engine.collectives.world_size > 1:
             self._group = dist.group.WORLD
         self._frozen = frozen_names(self.lightning_module)
-        names = self.lightning_module.state_dict(keep_vars=True)
-        for state, source in self._pending_weights:
+        names = named_values(self.lightning_module)
+        for state in self._pending_weights:
             # hazard: a renamed layer would be initialised anew, and nobody told
             if lost := compare_keys(names, state)[1]:
                 raise CheckpointError(
@@ -523,7 +503,7 @@ class CheckpointStrategy(ProcessStrategy):
                     " the meta device, which has no such name any more.\nLoad them after the last"
                     " change of names (`get_peft_model` is one)."
                 )
-            load_state_dict(self.engine, self.lightning_module, state, False, source)
+            load_state_dict(self.engine, self.lightning_module, state, False)
         self._pending_weights = ()
         self._compare_base()
         give_back_memory()
@@ -557,15 +537,15 @@ class CheckpointStrategy(ProcessStrategy):
         """
         module = self.lightning_module
         assert module is not None
-        content, source = open_weights(local(path), self._checkpoints.weights_only)
+        content = open_weights(local(path), self._checkpoints.weights_only)
         state = rename_keys(content, key_mapping)
-        targets, remedy = module.state_dict(keep_vars=True), list[str]()
+        targets, remedy = named_values(module), list[str]()
         missing, unexpected = compare_keys(targets, state)
         if strict and (missing or unexpected):
             guess = guess_key_mapping(targets, content)
             remedy += [f"All names fit with key_mapping={guess or None}."] * (guess is not None)
         require_fit(module, missing, unexpected, strict, remedy)
-        self._load_state(state, False, source)
+        self._load_state(state, False)
         give_back_memory()
         return missing, unexpected
 
@@ -601,16 +581,12 @@ class CheckpointStrategy(ProcessStrategy):
         self._loaded_gradients = checkpoint.get(_GRADIENTS)
         states = single_file.named_states(checkpoint)
         require_state_for_each(states, self.optimizers)
-        reads = []
         for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
             step = self.engine.steps[optimizer]
             is_whole = whole_parameters(step) is not None
-            more_reads, remarks = load_optimizer_state(step, state, index, is_whole)
-            reads += more_reads
+            remarks = load_optimizer_state(step, state, index, is_whole)
             for remark in (*remarks, *remarks_on_methods(optimizer)):
                 rank_zero_warn(remark)
-        if self._source is not None:
-            self._source.read(reads)
         give_back_memory()
         for optimizer in self.optimizers if states else ():
             finish_loading(self.engine.steps[optimizer])

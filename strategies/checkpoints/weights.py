@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,28 +21,35 @@ from ..state_dicts.model_state import compare_keys
 from ..state_dicts.slices import TensorDescription
 from . import single_file
 from .manifest import is_file_name, require_file
-from .regions import ParallelSave, Place, Region, allocate, regions_of
+from .regions import ParallelSave, Place, allocate
 from .storage import make_folder, sync
 from .zip_file import Piece
-
-if TYPE_CHECKING:
-    from .sharded import ShardedCheckpoint
 
 INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 10**9
 _OWN_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
-def open_weights(path: Path, weights_only: bool) -> tuple[dict[str, Any], ShardedCheckpoint | None]:
+def open_checkpoint(path: Path, weights_only: bool = True) -> dict[str, Any]:
+    """Return a checkpoint whose tensors are read when they are used; collective.
+
+    Raises:
+        CheckpointError: on all ranks, if it is broken.
+    """
+    if not path.is_dir():
+        return single_file.load(path, weights_only)
+    from .sharded import ShardedCheckpoint  # importing torch.distributed.checkpoint is slow
+
+    return ShardedCheckpoint(path, weights_only).checkpoint()
+
+
+def open_weights(path: Path, weights_only: bool) -> dict[str, Any]:
     """Return key -> tensor without reading values yet; collective.
 
     Args:
         path: a safetensors file, its index or the folder of both; a checkpoint's file or folder; a
             file of ``torch.save``.
         weights_only: see :class:`~.options.CheckpointOptions`.
-
-    Returns:
-        the tensors, and the sharded checkpoint that has them, if ``path`` is one.
 
     Raises:
         CheckpointError: on all ranks, if ``path`` cannot be read.
@@ -55,15 +62,14 @@ def open_weights(path: Path, weights_only: bool) -> tuple[dict[str, Any], Sharde
     ):
         tensors: dict[str, Any] = {}
         run_on_all_ranks(f"Loading {path}", lambda: tensors.update(_open_safetensors(path)))
-        return tensors, None
+        return tensors
     if not path.is_dir():
         content = single_file.load(path, weights_only)
-        return dict(content.get("state_dict", content)), None
+        return dict(content.get("state_dict", content))
     from .sharded import ShardedCheckpoint
 
-    source = ShardedCheckpoint(path, weights_only)
-    state = source.state()
-    return dict(state.get("state_dict", state.get("model", state))), source
+    state = ShardedCheckpoint(path, weights_only).state
+    return dict(state.get("state_dict", state.get("model", state)))
 
 
 def _single_file(folder: Path) -> Path:
@@ -161,15 +167,14 @@ class WeightsSave(ParallelSave):
         return make_folder(self.path, into_folder=True)
 
     @override
-    def reserve(self, tree: Any, stage: Path) -> tuple[dict[int, Place], list[Region]]:
+    def reserve(self, tree: Any, stage: Path) -> Iterable[tuple[Tensor, Place]]:
         first: dict[Any, str] = {}  # of tied tensors
         others: dict[str, str] = {}
         for key, value in tree.items():
             if isinstance(value, Tensor):
                 kept = first.setdefault(_identity(value), key)
                 others |= {key: kept} if kept != key else {}
-        places: dict[int, Place] = {}
-        regions: list[Region] = []
+        places: list[tuple[Tensor, Place]] = []
         weight_map: dict[str, str] = {}
         files = self._divide([(key, tree[key]) for key in first.values()])
         for number, tensors in enumerate(files, 1):
@@ -196,17 +201,14 @@ class WeightsSave(ParallelSave):
             self._size += ends[-1]
             for key in order:
                 place = Place(name, begin + header[key]["data_offsets"][0])
-                if isinstance(tensors[key], TensorDescription):
-                    places[id(tensors[key])] = place
-                else:
-                    regions += regions_of(tensors[key], place)
+                places.append((tensors[key], place))
             weight_map |= dict.fromkeys(tensors, name)
         if len(files) > 1:
             index = {"metadata": {"total_size": self._size}, "weight_map": weight_map}
             text = json.dumps(index, indent=2, sort_keys=True) + "\n"
             (stage / INDEX).write_text(text, encoding="utf-8")
             sync(stage / INDEX)
-        return places, regions
+        return places
 
     def _divide(self, tensors: list[tuple[str, Tensor]]) -> list[dict[str, Tensor]]:
         files: list[dict[str, Tensor]] = []

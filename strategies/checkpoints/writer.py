@@ -21,6 +21,7 @@ import io
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.utils._pytree import tree_map, tree_map_only
+from typing_extensions import override
 
 from ..data import add_entries
 from ..state_dicts.collective_errors import (
@@ -43,10 +46,10 @@ from ..state_dicts.collective_errors import (
     rank_and_world_size,
     run_on_all_ranks,
 )
-from ..state_dicts.gather import tensors_in
+from ..state_dicts.gather import replace_tensors
 from ..state_dicts.slices import SlicedTensor
 from ..support import profile_range
-from .manifest import INDEX, MANIFEST, File, Manifest, measure
+from .manifest import INDEX, MANIFEST, Files, measure, write_manifest
 from .storage import commit, discard, make_folder, sync
 
 TRAINER_STATE = "meta.pt"
@@ -54,8 +57,12 @@ OTHERS = "others"  # sharded tensors that are neither the model's nor an optimiz
 _MARK = "zero3_sharded"  # {_MARK: name} in the trainer state stands for such a tensor
 
 
-class ShardedSave:
+class ShardedSave(FileSystemWriter):
     """A directory that is being written; making it is collective.
+
+    torch calls the methods from ``prepare_local_plan`` on in the order in which they stand here:
+    that one and ``write_data`` on all ranks, ``finish`` on the coordinator (rank 0) alone. An error
+    in any of them on any rank is raised on all ranks. Its ``path`` is where it writes first.
 
     Args:
         checkpoint: as Lightning makes it, with a :class:`~.state_dicts.slices.SlicedTensor` for
@@ -65,54 +72,64 @@ class ShardedSave:
 
     Raises:
         CheckpointError: on all ranks, if rank 0 cannot pickle something in the checkpoint.
-
-    Attributes:
-        state: nested, with the rank's slices.
-        stage: where it is written first.
-        rest: bytes of ``meta.pt``, which rank 0 writes; empty on the other ranks.
-        manifest: without files.
     """
 
+    path: Path
+
     def __init__(self, checkpoint: dict[str, Any], path: Path) -> None:
-        self.path = path
-        rank, world_size = rank_and_world_size()
-        self.state = {"state_dict": checkpoint["state_dict"]}
-        for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
-            self.state[f"optimizer_{index}"] = optimizer
+        self._target, self._action = path, f"Saving {path}"
+        self._rank, world_size = rank_and_world_size()
+        weights, optimizers = checkpoint["state_dict"], checkpoint.get("optimizer_states", [])
+        # nested, with the rank's slices
+        self._state = {f"optimizer_{index}": state for index, state in enumerate(optimizers)}
+        self._state["state_dict"] = weights
+        others: dict[str, Tensor] = {}
+
+        def take(tensor: Any) -> dict[str, str]:
+            name = f"{len(others)}.{tensor.label}"
+            others[name] = tensor
+            return {_MARK: name}
+
         rest = {
-            key: value
+            key: replace_tensors(value, take)
             for key, value in checkpoint.items()
             if key not in ("state_dict", "optimizer_states")
         }
-        if any(True for _ in tensors_in(rest, SlicedTensor)):
-            self.state[OTHERS] = {}  # averages of weights, and other slices in callback states
-            rest = _take_slices(rest, (), self.state[OTHERS])
+        if others:  # averages of weights, and other slices in callback states
+            self._state[OTHERS] = others
         # torch's format takes containers apart, and makes the keys of dicts texts
-        weights = checkpoint["state_dict"]
-        whole = {key: value for key, value in weights.items() if not isinstance(value, Tensor)}
-        if whole:
-            add_entries(rest, extra_states=whole)
+        add_entries(
+            rest,
+            extra_states={k: v for k, v in weights.items() if not isinstance(v, Tensor)},
+            param_groups=[state["param_groups"] for state in optimizers],
+        )
         packed = io.BytesIO()
 
         def prepare() -> Path | None:
-            if rank:
+            if self._rank:
                 return None
             torch.save(rest, packed)
             return make_folder(path)
 
         with profile_range("prepare checkpoint"):
-            stage = run_on_all_ranks(f"Saving {path}", prepare)[0]
+            stage = run_on_all_ranks(self._action, prepare)[0]
         assert stage is not None
-        self.stage, self.rest = stage, packed.getvalue()
-        self.manifest = Manifest(
-            world_size, checkpoint.get("epoch", 0), checkpoint.get("global_step", 0)
-        )
+        super().__init__(stage)
+        self._rest = packed.getvalue()  # of ``meta.pt``, on rank 0
+        self._about = {key: checkpoint.get(key, 0) for key in ("epoch", "global_step")}
+        self._about["world_size"] = world_size
 
     def copy_to_cpu(self) -> None:
         """Copy this rank's part, which may change from now on; collective."""
 
+        @cache
+        def copied(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, SlicedTensor):
+                return tensor.copy_to_cpu()
+            return tensor.detach().to("cpu", copy=True)
+
         def copy() -> None:
-            self.state = _copied(self.state, {})
+            self._state = tree_map_only(Tensor, copied, self._state)
 
         with self._failing(), profile_range("copy checkpoint"):
             run_on_all_ranks("Copying shards for a background save", copy)
@@ -126,11 +143,10 @@ class ShardedSave:
         Raises:
             CheckpointError: on all ranks; what was at the path is still there.
         """
-        errors = torch_errors(f"Saving {self.path}")
-        with self._failing(), errors, profile_range("write checkpoint"):
+        with self._failing(), profile_range("write checkpoint"):
             dcp.save(
-                self.state,
-                storage_writer=_Writer(self),
+                self._state,
+                storage_writer=self,
                 # Every rank has all buffers, and they may differ (running statistics do): rank 0's
                 # are saved, as by every other strategy.
                 planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
@@ -140,116 +156,66 @@ class ShardedSave:
     @contextmanager
     def _failing(self) -> Iterator[None]:
         try:
-            yield
-        except CheckpointError:
-            if rank_and_world_size()[0] == 0:
-                discard(self.stage)
-            raise
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                yield
+        except (CheckpointError, CheckpointException) as raised:
+            if not self._rank:
+                discard(self.path)
+            if isinstance(raised, CheckpointError):
+                raise
+            # torch's, on all ranks; no `except Exception` catches it
+            rank, (error, _) = next(iter(raised.failures.items()))
+            raise CheckpointError(
+                f"{self._action} failed on rank {rank}: {describe_error(error)}"
+            ) from error
 
+    @override
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        # `FileSystemWriter.prepare_local_plan` would create the folder on every rank
+        if not self.path.is_dir():
+            raise CheckpointError(
+                f"{self.path} was created by rank 0 and is not there. All ranks must see the same"
+                " file system, as the same user."
+            )
+        return plan
 
-def _take_slices(tree: Any, path: tuple[str, ...], into: dict[str, Any]) -> Any:
-    """Move every slice in ``tree`` to ``into``; return the tree with marks in their places."""
-    if isinstance(tree, SlicedTensor):
-        name = ".".join(path)
-        into[name] = tree
-        return {_MARK: name}
-    if isinstance(tree, dict):
-        return {key: _take_slices(item, (*path, str(key)), into) for key, item in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_take_slices(item, (*path, str(k)), into) for k, item in enumerate(tree))
-    return tree
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written = _Written(super().write_data(plan, planner).wait())
+        written.files = _measured(self.path.glob(f"{plan.storage_data.prefix}*"))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(written)
+        return future
 
-
-def put_back(tree: Any, tensors: Mapping[str, Any]) -> Any:
-    """Undo :func:`_take_slices`: replace each mark by its tensor."""
-    if isinstance(tree, dict):
-        return (
-            tensors[tree[_MARK]]
-            if tree.keys() == {_MARK}
-            else {k: put_back(item, tensors) for k, item in tree.items()}
-        )
-    if type(tree) in (list, tuple):
-        return type(tree)(put_back(item, tensors) for item in tree)
-    return tree
-
-
-@contextmanager
-def torch_errors(action: str) -> Iterator[None]:
-    """Turn torch's CheckpointException in the body into a CheckpointError, which names the rank.
-
-    torch raises it on all ranks when any rank failed. It derives from BaseException, which no
-    ``except Exception`` catches.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
-    except CheckpointException as raised:
-        rank, (error, _) = next(iter(raised.failures.items()))
-        raise CheckpointError(f"{action} failed on rank {rank}: {describe_error(error)}") from error
-
-
-def _copied(tree: Any, memory: dict[int, Tensor]) -> Any:
-    if isinstance(tree, SlicedTensor):
-        return memory.setdefault(id(tree), tree.copy_to_cpu())
-    if isinstance(tree, Tensor):
-        return tree.detach().to("cpu", copy=True)
-    if isinstance(tree, dict):
-        return {key: _copied(item, memory) for key, item in tree.items()}
-    return (
-        type(tree)(_copied(item, memory) for item in tree) if type(tree) in (list, tuple) else tree
-    )
+    @override
+    def finish(self, metadata: Metadata, results: Any) -> None:  # of `_Written`
+        super().finish(metadata, results)
+        index, rest = self.path / INDEX, self.path / TRAINER_STATE
+        rest.write_bytes(self._rest)
+        files = _measured([index, rest])
+        for written in results:
+            files |= written.files
+        write_manifest(self.path, files, **self._about)
+        for file in (rest, self.path / MANIFEST):
+            sync(file)
+        commit(self.path, self._target)
 
 
 class _Written(list[WriteResult]):
     """torch's results of one rank's writes, with sizes and checksums of the rank's files."""
 
-    files: dict[str, File]  # by name
+    files: Files
 
 
-class _Writer(FileSystemWriter):
-    """Write beside the path, add ``meta.pt`` and the manifest, then give the directory its name.
-
-    torch calls the methods in the order in which they stand here: ``prepare_local_plan`` and
-    ``write_data`` on all ranks, ``prepare_global_plan`` and ``finish`` on the coordinator (rank 0)
-    alone. An error in any of them on any rank is raised on all ranks.
-    """
-
-    def __init__(self, save: ShardedSave) -> None:
-        self._save, self._stage = save, save.stage
-        super().__init__(self._stage)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        # `FileSystemWriter.prepare_local_plan` would create the folder on every rank
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._save.manifest.write(self._stage)
-        return super().prepare_global_plan(plans)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        if not (self._stage / MANIFEST).is_file():
-            raise CheckpointError(
-                f"{self._stage} was created by rank 0 and is not there. All ranks must see the same"
-                " file system, as the same user."
-            )
-        written = _Written(super().write_data(plan, planner).wait())
-        written.files = _measured(self._stage.glob(f"{plan.storage_data.prefix}*"))
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(written)
-        return future
-
-    def finish(self, metadata: Metadata, results: Any) -> None:  # of `_Written`
-        super().finish(metadata, results)
-        index, rest = self._stage / INDEX, self._stage / TRAINER_STATE
-        manifest = self._save.manifest
-        rest.write_bytes(self._save.rest)
-        sync(rest)
-        for files in (*(written.files for written in results), _measured([index, rest])):
-            manifest.files.update(files)
-        manifest.write(self._stage)
-        commit(self._stage, self._save.path)
-
-
-def _measured(files: Any) -> dict[str, File]:
+def _measured(files: Any) -> Files:
     return {file.name: measure(file) for file in files}
+
+
+def put_back(tree: Any, tensors: Mapping[str, Any]) -> Any:
+    """Replace each mark of a slice by its tensor."""
+
+    def is_mark(item: Any) -> bool:
+        return isinstance(item, dict) and item.keys() == {_MARK}
+
+    return tree_map(lambda x: tensors[x[_MARK]] if is_mark(x) else x, tree, is_leaf=is_mark)

@@ -123,7 +123,7 @@ def share_of_checksums(file: Path, part: int, parts: int) -> list[Piece]:
             first, last = max(begin - before, 0), min(end - before, record.size)
             if first < last:
                 start, size = record.start + first, last - first
-                pieces.append(Piece(start, size, _compute_checksum(stream, start, size)))
+                pieces.append(Piece(start, size, compute_checksum(stream, start, size)))
             before += record.size
     return pieces
 
@@ -209,7 +209,12 @@ def _read_fields(stream: BinaryIO, offset: int, layout: str) -> tuple[int, ...]:
     return struct.unpack(layout, stream.read(struct.calcsize(layout)))
 
 
-def _compute_checksum(stream: BinaryIO, start: int, size: int) -> int:
+def compute_checksum(stream: BinaryIO, start: int, size: int) -> int:
+    """Compute the checksum of a range of bytes of a file.
+
+    Raises:
+        EOFError: the file ends in it.
+    """
     stream.seek(start)
     checksum = 0
     while size:

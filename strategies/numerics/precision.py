@@ -12,9 +12,9 @@ from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.pytorch.plugins.precision import (
     DoublePrecision,
     HalfPrecision,
-    MixedPrecision,
     Precision,
 )
+from lightning.pytorch.plugins.precision import MixedPrecision as LightningMixedPrecision
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
@@ -77,8 +77,11 @@ class Zero3Precision(_ShardedClipping, Precision):
     """The plugin of ``32-true``."""
 
 
-class Zero3MixedPrecision(_ShardedClipping, MixedPrecision):
+class MixedPrecision(_ShardedClipping, LightningMixedPrecision):
     """The plugin of ``bf16-mixed`` and ``16-mixed``: fp32 shards, and autocast.
+
+    Lightning takes the name of the class for the key of the scaler's state in checkpoints. It is
+    that of Lightning's own, so that other strategies find the state.
 
     Weights are gathered in the lower precision. With ``16-mixed`` all ranks agree on whether a step
     has finite gradients, and skip it if not. Learning-rate schedulers go on, as Lightning has it.
@@ -174,8 +177,8 @@ def convert(plugin: Precision, step_of: StepOf) -> Precision:
         return plugin
     if type(plugin) is Precision:
         return Zero3Precision(step_of=step_of)
-    if type(plugin) is MixedPrecision:
-        return Zero3MixedPrecision(
+    if type(plugin) is LightningMixedPrecision:
+        return MixedPrecision(
             plugin.precision,
             plugin.device,
             _sharded_scaler(plugin.scaler, plugin.device, step_of),

@@ -35,37 +35,21 @@ class Box:
 
 def cut_into_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Cut elements ``[start, stop)`` of a row-major tensor of ``shape`` into boxes, in order."""
-    return _cut_rows(tuple(shape), start, stop, 0)
-
-
-def _cut_rows(shape: tuple[int, ...], start: int, stop: int, position: int) -> list[Box]:
-    """Cut ``[start, stop)`` into boxes; ``position`` is where ``start`` lies in the whole range."""
-    if start >= stop:
-        return []
-    if len(shape) == 0:
-        return [Box((), (), position)]
-    rest = shape[1:]
-    row = prod(rest)
-    first, last = start // row, (stop - 1) // row
-    is_head_complete, is_tail_complete = start % row == 0, stop % row == 0
-    if first == last and not (is_head_complete and is_tail_complete):
-        inside = _cut_rows(rest, start - first * row, stop - first * row, position)
-        return _prepend_index(first, inside)
-    # the rows [low, high) are complete
-    low, high = first + (not is_head_complete), last + is_tail_complete
-    head, middle, tail = [], [], []
-    if not is_head_complete:
-        head = _prepend_index(first, _cut_rows(rest, start % row, row, position))
-    if low < high:
-        middle = [Box((low, *(0 for _ in rest)), (high - low, *rest), position + low * row - start)]
-    if not is_tail_complete:
-        inside = _cut_rows(rest, 0, stop % row, position + last * row - start)
-        tail = _prepend_index(last, inside)
-    return head + middle + tail
-
-
-def _prepend_index(index: int, boxes: list[Box]) -> list[Box]:
-    return [Box((index, *box.offsets), (1, *box.sizes), box.start) for box in boxes]
+    shape = (1, *shape)
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    boxes, at = [], start
+    while at < stop:
+        # as many dimensions as begin here and end before `stop` are whole; of the one before them
+        # the box has as much as there is
+        dim = len(shape) - 1
+        while dim and at % strides[dim - 1] == 0 and at + strides[dim - 1] <= stop:
+            dim -= 1
+        index = [at // stride % size for stride, size in zip(strides, shape, strict=True)]
+        extent = min((stop - at) // strides[dim], shape[dim] - index[dim])
+        sizes = (*[1] * dim, extent, *shape[dim + 1 :])
+        boxes.append(Box(tuple(index[1:]), sizes[1:], at - start))
+        at += extent * strides[dim]
+    return boxes
 
 
 def memory_order(stride: Sequence[int]) -> tuple[int, ...]:

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from copy import copy
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
-from .slices import SlicedTensor, TensorDescription
-
-T = TypeVar("T", bound=Tensor)
+from .slices import TensorDescription
 
 
-def tensors_in(tree: Any, kind: type[T]) -> Iterator[T]:
-    """Yield every tensor of a kind in nested dicts and lists, in order."""
-    if isinstance(tree, kind):
-        yield tree
-    elif isinstance(tree, Mapping | list | tuple):
-        for item in tree.values() if isinstance(tree, Mapping) else tree:
-            yield from tensors_in(item, kind)
-
-
-def replace_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+def replace_tensors(tree: Any, change: Callable[[Any], Any]) -> Any:
     """Apply ``change`` to every slice and saved tensor in nested dicts and lists.
 
     A container without any of these is returned itself, not a copy.
@@ -42,28 +31,24 @@ def replace_tensors(tree: Any, change: Callable[[Tensor], Any]) -> Any:
     return tree
 
 
-def gather_slices(tree: Any, rank: int, receive: Callable[[SlicedTensor, Tensor], Any]) -> None:
-    """Gather every slice in ``tree``, one at a time; collective.
-
-    Args:
-        tree: has the same slices on all ranks, in the same order.
-        rank: of this process; rank 0 gets the values.
-        receive: called on rank 0 with each slice and its full value, which it must copy.
-    """
-    # a slice that stands at several places (tied parameters) is gathered once
-    for tensor in {id(tensor): tensor for tensor in tensors_in(tree, SlicedTensor)}.values():
-        value = tensor.gather_values()
-        if rank == 0:
-            receive(tensor, value)
+def tensors_in(tree: Any) -> dict[int, Any]:
+    """Return every slice and saved tensor in nested dicts and lists once, in order, by ``id``."""
+    found: dict[int, Tensor] = {}
+    replace_tensors(tree, lambda tensor: found.setdefault(id(tensor), tensor))
+    return found
 
 
 def gather_on_rank_zero(tree: Any, rank: int) -> Any:
     """Return ``tree`` with every slice gathered on rank 0, None elsewhere; collective.
 
-    The full tensors have CPU memory of their own.
+    Args:
+        tree: has the same slices on all ranks, in the same order. They are gathered one at a time,
+            and one that stands at several places (tied parameters) once.
+        rank: of this process. On rank 0 the full tensors have CPU memory of their own.
     """
     values: dict[int, Tensor] = {}
-    gather_slices(
-        tree, rank, lambda tensor, value: values.update({id(tensor): value.to("cpu", copy=True)})
-    )
+    for key, tensor in tensors_in(tree).items():
+        value = tensor.gather_values()
+        if rank == 0:
+            values[key] = value.to("cpu", copy=True)
     return replace_tensors(tree, lambda tensor: values[id(tensor)]) if rank == 0 else None

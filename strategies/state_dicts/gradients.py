@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 
-from ..engine import Zero3Engine, compare_notes
-from .slices import Place, SavedTensor, SlicedTensor, places_by_name
+from ..engine import Entry, Zero3Engine, compare_notes
+from .collective_errors import run_on_all_ranks
+from .slices import SlicedTensor, slice_of
 
 
 def sliced_gradients(engine: Zero3Engine) -> dict[str, SlicedTensor]:
@@ -21,42 +22,31 @@ def sliced_gradients(engine: Zero3Engine) -> dict[str, SlicedTensor]:
     engine.gradients.require_complete(engine.gradients.trained)
     compare_notes(engine.collectives)
     return {
-        name: _slice_gradient(engine, place)
-        for name, place in _trained_places(engine)
-        if engine.gradients.has_gradient(place.entry)
+        entry.name: _slice_gradient(engine, entry)
+        for entry in _trained_entries(engine)
+        if engine.gradients.has_gradient(entry)
     }
 
 
-def load_gradients(
-    engine: Zero3Engine, saved: Mapping[str, Tensor]
-) -> list[tuple[SavedTensor, SlicedTensor]]:
-    """Put saved gradients where the next backward adds to them; local.
+def load_gradients(engine: Zero3Engine, saved: Mapping[str, Tensor]) -> None:
+    """Put saved gradients where the next backward adds to them; collective.
 
     Args:
         engine: holds the shards.
         saved: full gradients by parameter name. Tensors may be a :class:`~.slices.SavedTensor`.
-
-    Returns:
-        pairs of a saved tensor and the slice that its values are still to be read into.
     """
-    reads = []
-    for name, place in _trained_places(engine):
-        if name in saved:
-            value, target = saved[name], _slice_gradient(engine, place)
-            if isinstance(value, SavedTensor):
-                reads.append((value, target))
-            else:
-                target.fill(value)
-    return reads
+
+    def fill() -> None:
+        for entry in _trained_entries(engine):
+            if entry.name in saved:
+                _slice_gradient(engine, entry).fill(saved[entry.name])
+
+    run_on_all_ranks("Loading gradients", fill)
 
 
-def _trained_places(engine: Zero3Engine) -> Iterator[tuple[str, Place]]:
-    return (
-        (name, place)
-        for name, place in places_by_name(engine).items()
-        if place.entry.trained and place.entry.size.numel()
-    )
+def _trained_entries(engine: Zero3Engine) -> list[Entry]:
+    return [entry for entry in engine.entries.values() if entry.trained and entry.size.numel()]
 
 
-def _slice_gradient(engine: Zero3Engine, place: Place) -> SlicedTensor:
-    return SlicedTensor(place, engine.gradients.room_for(place.entry))
+def _slice_gradient(engine: Zero3Engine, entry: Entry) -> SlicedTensor:
+    return slice_of(engine, entry, engine.gradients.room_for(entry))

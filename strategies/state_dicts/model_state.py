@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..engine import Chunk, Zero3Engine
 from .collective_errors import CheckpointError, describe_error, run_on_all_ranks
-from .slices import SavedTensor, Shards, SlicedTensor, places_by_name
+from .slices import SavedTensor, Shards, SlicedTensor, slice_of
 
 
-class TensorSource(Protocol):
-    """Read tensors of a checkpoint that was opened without reading them."""
+class _KeepDetached(TorchFunctionMode):
+    """Makes no tensor of its own where one is to be detached."""
 
-    def read(self, wanted: Iterable[tuple[SavedTensor, Tensor]]) -> None:
-        """Copy each saved tensor into the tensor or slice paired with it; collective."""
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func is Tensor.detach else func(*args, **kwargs or {})
+
+
+def named_values(module: nn.Module) -> dict[str, Any]:
+    """Return the module's state dict with its parameters and buffers themselves.
+
+    That is ``state_dict(keep_vars=True)``, also of a module whose own ``state_dict`` takes nothing.
+    """
+    with _KeepDetached():
+        return module.state_dict()
 
 
 def own_values(chunk: Chunk) -> Tensor:
@@ -36,29 +48,23 @@ def sliced_state_dict(
         shards: the shard of each chunk that the slices are views of; by default the module's own
             values. Weight averages give theirs.
     """
-    place_of = {id(place.entry.parameter): place for place in places_by_name(engine).values()}
     slices: dict[int, Tensor] = {}  # by id of the parameter: tied parameters share a slice
-    state = module.state_dict(keep_vars=True)
+    state = named_values(module)
     for key, value in state.items():
-        place = place_of.get(id(value))
-        if place is not None:
-            size, dtype = place.entry.size, place.entry.dtype
+        entry = engine.entries.get(id(value))
+        if entry is not None:
             state[key] = slices.setdefault(
                 id(value),
-                SlicedTensor(place, place.entry.part_of(shards(place.entry.chunk)))
-                if size.numel()
+                slice_of(engine, entry, entry.part_of(shards(entry.chunk)))
+                if entry.size.numel()
                 # no rank has a part of a parameter without elements
-                else torch.empty(size, dtype=dtype),
+                else torch.empty(entry.size, dtype=entry.dtype),
             )
     return state
 
 
 def load_state_dict(
-    engine: Zero3Engine,
-    module: nn.Module,
-    state: Mapping[str, Any],
-    strict: bool,
-    source: TensorSource | None,
+    engine: Zero3Engine, module: nn.Module, state: Mapping[str, Any], strict: bool
 ) -> tuple[list[str], list[str]]:
     """Load weights into the shards; each rank reads only its part of saved parameters. Collective.
 
@@ -68,9 +74,8 @@ def load_state_dict(
     Args:
         engine: holds the parameters.
         module: the whole model.
-        state: full tensors, or the :class:`~.slices.SavedTensor` of ``source``.
+        state: full tensors, which may be a :class:`~.slices.SavedTensor`.
         strict: refuse missing and unexpected keys.
-        source: reads the saved tensors.
 
     Returns:
         keys that are missing in ``state``, and keys that the model does not have.
@@ -78,6 +83,7 @@ def load_state_dict(
     Raises:
         RuntimeError: keys with ``strict``, or shapes of parameters, do not fit, and nothing was
             changed; or the module refuses a value that belongs to no parameter.
+        CheckpointError: on all ranks, if one cannot read its part.
     """
     targets = sliced_state_dict(engine, module)
     sharded = {key for key, value in targets.items() if isinstance(value, SlicedTensor)}
@@ -89,25 +95,23 @@ def load_state_dict(
         if isinstance(value, Tensor) and k in sharded and value.shape != targets[k].shape
     ]
     require_fit(module, missing, unexpected, strict, shape_errors)
-    saved = {
-        k: v
-        for k, v in state.items()
-        if source is not None and isinstance(v, SavedTensor) and k in sharded
-    }
     own = _keys_loaded_by_modules(module)
-    full = {
+    parts = {
         k: v
         for k, v in state.items()
-        if k in sharded and k not in own and k not in saved and isinstance(v, Tensor)
+        if k in sharded and isinstance(v, Tensor) and (k not in own or isinstance(v, SavedTensor))
     }
-    rest = {k: v for k, v in state.items() if k in targets and k not in saved and k not in full}
-    module.load_state_dict(_read_saved_tensors(rest, sharded, source), strict=False)
-    for key, value in full.items():
-        targets[key].fill(value)
-    if source is not None:
-        # by id of the slice: tied parameters are read once
-        reads = {id(targets[k]): (value, targets[k]) for k, value in saved.items()}
-        source.read(list(reads.values()))
+    rest = {k: v for k, v in state.items() if k in targets and k not in parts}
+    run_on_all_ranks("Loading weights", lambda: rest.update(_read(rest)))
+    module.load_state_dict(rest, strict=False)
+    # by id of the slice: tied parameters are read once
+    last = {id(targets[k]): (targets[k], value) for k, value in parts.items()}
+
+    def fill() -> None:
+        for target, value in last.values():
+            target.fill(value)
+
+    run_on_all_ranks("Loading weights", fill)
     engine.weights_changed()
     return missing, unexpected
 
@@ -159,7 +163,7 @@ def _keys_loaded_by_modules(module: nn.Module) -> set[str]:
 
 
 def load_module(
-    module: nn.Module, state: Mapping[str, Any], strict: bool, source: TensorSource | None
+    module: nn.Module, state: Mapping[str, Any], strict: bool
 ) -> tuple[list[str], list[str]]:
     """Load weights as other strategies do, by ``module.load_state_dict``; collective.
 
@@ -169,7 +173,6 @@ def load_module(
         module: has memory, or other shards than this strategy's.
         state: see :func:`load_state_dict`.
         strict: see :func:`load_state_dict`.
-        source: see :func:`load_state_dict`.
 
     Returns:
         missing and unexpected keys, as far as the module's ``load_state_dict`` returns them.
@@ -181,9 +184,8 @@ def load_module(
     """
     error, found = None, None
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    state = _read_saved_tensors(state, parameters, source)
     try:
-        found = module.load_state_dict(state, strict=strict)
+        found = module.load_state_dict({**state, **_read(state, parameters)}, strict=strict)
     except Exception as raised:
         error = raised
     messages = run_on_all_ranks("Loading weights", lambda: describe_error(error))
@@ -196,26 +198,13 @@ def load_module(
     return getattr(found, "missing_keys", []), getattr(found, "unexpected_keys", [])
 
 
-def _read_saved_tensors(
-    state: Mapping[str, Any], excluded: Container[str], source: TensorSource | None
-) -> Mapping[str, Any]:
-    """Read the saved tensors in ``state`` whose keys are not ``excluded``; collective.
+def _read(state: Mapping[str, Any], excluded: Container[str] = ()) -> dict[str, Tensor]:
+    """Read the saved tensors in ``state`` whose keys are not ``excluded``; local.
 
     A module may keep what it loads (extra state), so it must get the values themselves.
     """
-    saved = {
-        key: value
+    return {
+        key: value.read()
         for key, value in state.items()
         if isinstance(value, SavedTensor) and key not in excluded
     }
-    if not saved:
-        return state
-    if source is None:
-        return {**state, **{key: value.read() for key, value in saved.items()}}
-    # hazard: where the file has no values, memory of others would show
-    values = {
-        key: torch.zeros(value.size(), dtype=value.dtype, device="cpu")
-        for key, value in saved.items()
-    }
-    source.read([(value, values[key]) for key, value in saved.items()])
-    return {**state, **values}

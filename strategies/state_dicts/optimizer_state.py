@@ -8,7 +8,6 @@ sharded state has parameters by name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +16,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ..engine import SCALARS, Entry, OptimizerStep, Zero3Engine
+from .collective_errors import run_on_all_ranks
+from .gather import replace_tensors
 from .optimizer_hooks import run_hooks
-from .slices import OwnedTensor, SavedTensor, SlicedTensor, TensorDescription, places_by_name
+from .slices import SlicedTensor, owned_tensor, slice_of
 
 State = Mapping[str, dict[str, Any]]  # an optimizer's state, by parameter name
 
@@ -45,10 +46,9 @@ def sliced_optimizer_state(step: OptimizerStep, owned_state: State | None = None
         for group, members in zip(optimizer.param_groups, step.names(), strict=True)
     ]
     if owned_state is None:
-        places = places_by_name(step.engine)
         state = {
             entry.name: {
-                key: SlicedTensor(places[entry.name], value)
+                key: slice_of(step.engine, entry, value)
                 if isinstance(value, Tensor) and value.dim() == 1
                 else value.cpu().clone()
                 if isinstance(value, Tensor)
@@ -69,9 +69,11 @@ def sliced_optimizer_state(step: OptimizerStep, owned_state: State | None = None
 def _describe_owned_state(
     engine: Zero3Engine, owned_state: State, cls: str
 ) -> dict[str, dict[str, Any]]:
-    """Return name -> key -> :class:`OwnedTensor` or scalar, of all owners; collective."""
-    places = places_by_name(engine)
-    mine = {name: _describe_values(state) for name, state in owned_state.items()}
+    """Return name -> key -> slice or scalar, of all owners; collective."""
+    mine = {
+        name: {key: _describe_value(value) for key, value in state.items()}
+        for name, state in owned_state.items()
+    }
     result: dict[str, dict[str, Any]] = {}
     by_rank = engine.collectives.all_gather_object(mine)
     # only the first replica's ranks: the other replicas own the same
@@ -81,8 +83,8 @@ def _describe_owned_state(
             values = owned_state.get(name, {})
             result[name] = {
                 key: (
-                    OwnedTensor(engine, places[name], kind[0], kind[1], owner, values.get(key))
-                    if isinstance(kind, tuple)
+                    owned_tensor(engine, name, kind.size(), kind.dtype, owner, values.get(key))
+                    if isinstance(kind, Tensor) and kind.is_meta
                     else kind
                 )
                 for key, kind in kinds.items()
@@ -90,33 +92,25 @@ def _describe_owned_state(
     return result
 
 
-@dataclass(frozen=True)
-class _Container:
-    """Stands for a container of tensors, which no checkpoint has a place for."""
-
-    kind: str
-
-
-def _describe_values(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: _describe_value(value) for key, value in state.items()}
-
-
 def _describe_value(value: Any) -> Any:
-    """Return (shape, dtype) of a tensor with dimensions; scalars are returned themselves."""
+    """Return a tensor with dimensions without its values; scalars are returned themselves.
+
+    Of a container of tensors, which no checkpoint has a place for, it is the class.
+    """
     if isinstance(value, Tensor) and value.dim():
-        return value.shape, value.dtype
+        return value.to("meta")
     if isinstance(value, dict | list | tuple) and any(
         isinstance(leaf, Tensor) for leaf in tree_leaves(value)
     ):
-        return _Container(type(value).__name__)
+        return type(value)
     return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _refuse_containers(cls: str, name: str, kinds: dict[str, Any]) -> None:
     for key, kind in kinds.items():
-        if isinstance(kind, _Container):
+        if isinstance(kind, type):
             raise ValueError(
-                f"{cls} keeps {key!r} of parameter {name!r} as a {kind.kind} of tensors, which"
+                f"{cls} keeps {key!r} of parameter {name!r} as a {kind.__name__} of tensors, which"
                 " Zero3Strategy cannot save. Keep each tensor under a key of its own in"
                 " `state[parameter]`, or save the weights alone:"
                 " `ModelCheckpoint(save_weights_only=True)`, `trainer.save_checkpoint(path,"
@@ -143,13 +137,37 @@ def number_parameters(state: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def name_parameters(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
+    """Undo :func:`number_parameters`.
+
+    Args:
+        state: numbers parameters in any way; what it says of others is left out.
+        names: of the parameters of each group.
+    """
+    groups = [
+        {**group, "params": members}
+        for group, members in zip(state["param_groups"], names, strict=True)
+    ]
+    name_of = {
+        number: name
+        for group, members in zip(state["param_groups"], names, strict=True)
+        for number, name in zip(group["params"], members, strict=True)
+    }
+    named = {
+        name_of.get(key, key): values
+        for key, values in state["state"].items()
+        if key in name_of or not isinstance(key, int)
+    }
+    return {**state, "state": named, "param_groups": groups}
+
+
 def load_optimizer_state(
     step: OptimizerStep,
     saved: dict[str, Any],
     index: int,
     steps_on_whole: bool = False,
-) -> tuple[list[tuple[SavedTensor, SlicedTensor]], list[str]]:
-    """Load this rank's part of a saved state; local.
+) -> list[str]:
+    """Load this rank's part of a saved state; collective.
 
     Args:
         step: of the optimizer. Its state and the options of its groups are replaced; its hooks
@@ -160,29 +178,38 @@ def load_optimizer_state(
         steps_on_whole: the optimizer steps on full tensors.
 
     Returns:
-        pairs of a saved tensor and the slice that its values are still to be read into; and
         warnings about parameters that were saved in other groups, or not at all.
 
     Raises:
         ValueError: groups without names do not fit the optimizer's, or a saved tensor does not fit
             its parameter.
+        CheckpointError: on all ranks, if one cannot read its part.
     """
     optimizer, names = step.optimizer, step.names()
-    saved = run_hooks(optimizer, "load_state_dict_pre", {**saved})
-    saved = _name_parameters(saved, names, index)
+    saved = run_hooks(optimizer, "load_state_dict_pre", {"state": {}, **saved})
+    groups = saved["param_groups"]
+    if not any(isinstance(key, str) for group in groups for key in group["params"]):
+        sizes = [[len(members) for members in of] for of in ([g["params"] for g in groups], names)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"Optimizer {index} was saved with param groups of {sizes[0]} parameters, but has"
+                f" groups of {sizes[1]}, and the checkpoint does not say which parameters they are."
+                " Build the optimizer as in the saved run, or save a sharded checkpoint there."
+            )
+        saved = name_parameters(saved, names)
     parameters = {name for group in saved["param_groups"] for name in group["params"]}
     shared = {key: value for key, value in saved["state"].items() if key not in parameters}
     saved["state"] = {name: state for name, state in saved["state"].items() if name in parameters}
     remarks = _load_group_options(names, optimizer, saved, index)
     step.state_of_parameters.clear()
     step.state.update(shared)
-    reads: list[tuple[SavedTensor, SlicedTensor]] = []
-    places = places_by_name(step.engine)
+    reads: list[tuple[SlicedTensor, Tensor]] = []
+    wholes: list[tuple[Entry, dict[str, Any]]] = []
     for group, entries in zip(optimizer.param_groups, step.entries(), strict=True):
         for entry in entries:
             its = saved["state"].get(entry.name) or {}
             if steps_on_whole:
-                step.stand_ins.cut_state(entry, its, step.state)
+                wholes.append((entry, its))
                 continue
             for key, value in its.items():
                 if not isinstance(value, Tensor):
@@ -193,13 +220,17 @@ def load_optimizer_state(
                     mine = value.to(entry.shard.device if on_device else "cpu", copy=True)
                 else:
                     mine = _load_elements(entry, key, value)
-                    target = SlicedTensor(places[entry.name], mine)
-                    if isinstance(value, TensorDescription):
-                        reads.append((value, target))  # type: ignore[arg-type]
-                    else:
-                        target.fill(value)
+                    reads.append((slice_of(step.engine, entry, mine), value))
                 step.state.setdefault(entry.shard, {})[key] = mine
-    return reads, remarks
+
+    def fill() -> None:
+        for entry, whole in wholes:
+            step.stand_ins.cut_state(entry, whole, step.state)
+        for target, value in reads:
+            target.fill(value)
+
+    run_on_all_ranks(f"Loading the state of optimizer {index}", fill)
+    return remarks
 
 
 def _load_elements(entry: Entry, key: str, value: Tensor) -> Tensor:
@@ -223,53 +254,12 @@ def broadcast_created_state(engine: Zero3Engine, states: Sequence[State]) -> lis
 
     The parameters' values are rank 0's on all ranks, too.
     """
-    mine = [{name: _describe_values(state[name]) for name in state} for state in states]
-    first = engine.collectives.all_gather_object(mine)[0]
-
-    def receive(index: int, name: str, key: str, kind: Any) -> Any:
-        if not isinstance(kind, tuple):
-            return kind
-        is_source = engine.collectives.global_rank == 0
-        value = states[index][name][key] if is_source else torch.empty(kind[0], dtype=kind[1])
-        return engine.collectives.broadcast(value.to(engine.device).contiguous()).cpu()
-
-    # in rank 0's order on all ranks: each value is a broadcast of its own
-    return [
-        {
-            name: {key: receive(index, name, key, kind) for key, kind in kinds.items()}
-            for name, kinds in state.items()
-        }
-        for index, state in enumerate(first)
+    is_source = engine.collectives.global_rank == 0
+    owned = [
+        _describe_owned_state(engine, state if is_source else {}, f"Optimizer {index}")
+        for index, state in enumerate(states)
     ]
-
-
-def _name_parameters(saved: dict[str, Any], names: list[list[str]], index: int) -> dict[str, Any]:
-    """Return the saved state by parameter name; undo :func:`number_parameters`."""
-    groups = saved["param_groups"]
-    if any(isinstance(key, str) for group in groups for key in group["params"]):
-        return {"state": saved.get("state", {}), "param_groups": groups}
-    if [len(g["params"]) for g in groups] != [len(g) for g in names]:
-        raise ValueError(
-            f"Optimizer {index} was saved with param groups of {[len(g['params']) for g in groups]}"
-            f" parameters, but has groups of {[len(g) for g in names]}, and the checkpoint does not"
-            " say which parameters they are. Build the optimizer as in the saved run, or save a"
-            " sharded checkpoint there."
-        )
-    name_of = {
-        k: name
-        for g, members in zip(groups, names, strict=True)
-        for k, name in zip(g["params"], members, strict=True)
-    }
-    return {
-        "state": {
-            name_of.get(k, k): state
-            for k, state in saved["state"].items()
-            if k in name_of or not isinstance(k, int)
-        },
-        "param_groups": [
-            {**g, "params": members} for g, members in zip(groups, names, strict=True)
-        ],
-    }
+    return replace_tensors(owned, lambda tensor: tensor.gather_values().cpu())
 
 
 def _load_group_options(

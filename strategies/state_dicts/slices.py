@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ..engine import Chunk, Entry, Unit, Zero3Engine
+from ..engine import Chunk, Entry, Zero3Engine
 from .boxes import Box, cut_into_boxes, memory_order
 
 if TYPE_CHECKING:  # importing torch.distributed.checkpoint is slow, and few calls need it
@@ -63,40 +63,39 @@ class SlicedTensor(TensorDescription):
     DTensor implements too). Any other operation on it is an error.
     """
 
-    place: Place
-    part: Tensor  # this rank's elements, in the parameter's memory order
-    parts: dict[torch.Size, Tensor]  # offsets in the full tensor -> view of ``part``
-
-    @property
-    def label(self) -> str:
-        """The parameter's name."""
-        return self.place.entry.name
+    label: str  # the parameter's name
+    parts: dict[torch.Size, Tensor]  # offsets in the full tensor -> values
+    # returns the full tensor on all ranks, in memory of its own; collective
+    gather_values: Callable[[], Tensor]
 
     @staticmethod
-    def __new__(cls, place: Place, part: Tensor) -> SlicedTensor:
-        """Make a tensor shaped like the parameter in ``place``."""
-        entry = place.entry
-        tensor = Tensor._make_wrapper_subclass(
-            cls, entry.size, dtype=part.dtype, device=part.device
-        )
-        tensor.place, tensor.part = place, part
-        tensor.parts = {} if entry.span is None else dict(_cut_views(part, entry))
+    def __new__(
+        cls,
+        label: str,
+        size: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        parts: dict[torch.Size, Tensor],
+        gather_values: Callable[[], Tensor],
+    ) -> SlicedTensor:
+        """Make a tensor of ``size``, of which ``parts`` are dense."""
+        tensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
+        tensor.label, tensor.parts, tensor.gather_values = label, parts, gather_values
         return tensor
 
-    def gather_values(self) -> Tensor:
-        """Return the full tensor on all ranks, in memory of its own; collective."""
-        return self.place.unit.whole(self.place.entry, self.part)
-
     def fill(self, whole: Tensor) -> None:
-        """Copy this rank's parts out of a full tensor."""
+        """Copy this rank's parts out of a full tensor; of a saved one nothing else is read."""
+        if isinstance(whole, SavedTensor):
+            return whole.read_into(self)
         for offsets, part in self.parts.items():
             part.copy_(
                 whole[tuple(slice(a, a + n) for a, n in zip(offsets, part.shape, strict=True))]
             )
 
     def copy_to_cpu(self) -> SlicedTensor:
-        """Return a slice whose parts are copies of this rank's parts in CPU memory."""
-        return SlicedTensor(self.place, self.part.to("cpu", copy=True))
+        """Take copies of this rank's parts, in CPU memory, in their places."""
+        self.parts = {offsets: part.to("cpu", copy=True) for offsets, part in self.parts.items()}
+        return self
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         """Describe each part that this rank writes, for the planner of a save."""
@@ -127,9 +126,7 @@ class SlicedTensor(TensorDescription):
         """Return the memory of one part."""
         assert index.offset is not None
         part = self.parts[index.offset]
-        if type(self) is SlicedTensor and part.device.type == "cpu":
-            return _as_own_storage(part)
-        return part
+        return _as_own_storage(part) if part.device.type == "cpu" else part
 
     @classmethod
     def compute(cls, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -158,53 +155,68 @@ def _as_own_storage(part: Tensor) -> Tensor:
     )
 
 
-class OwnedTensor(SlicedTensor):
-    """A full tensor of any shape on one rank: state of an optimizer that steps on full tensors."""
+def slice_of(engine: Zero3Engine, entry: Entry, part: Tensor) -> SlicedTensor:
+    """Return a slice shaped like a parameter.
 
-    engine: Zero3Engine
-    owner: int
+    Args:
+        engine: holds the parameter.
+        entry: of the parameter.
+        part: this rank's elements, in the parameter's memory order. The slice views them.
+    """
+    parts = {} if entry.span is None else dict(_cut_views(part, entry))
+    gather = partial(engine.units[entry.unit].whole, entry, part)
+    return SlicedTensor(entry.name, entry.size, part.dtype, part.device, parts, gather)
 
-    @staticmethod
-    def __new__(
-        cls,
-        engine: Zero3Engine,
-        place: Place,
-        size: torch.Size,
-        dtype: torch.dtype,
-        owner: int,
-        value: Tensor | None,
-    ) -> OwnedTensor:
-        """Make state of the parameter in ``place``; only the owner gives a ``value``."""
-        tensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=engine.device)
-        tensor.engine, tensor.place, tensor.owner = engine, place, owner
-        tensor.parts = {} if value is None else {torch.Size([0] * len(size)): value}
-        return tensor
 
-    def gather_values(self) -> Tensor:
-        """See :meth:`SlicedTensor.gather_values`."""
-        parts = list(self.parts.values())
-        value = (
-            parts[0].contiguous().clone()
-            if parts
-            else torch.empty(self.size(), dtype=self.dtype, device=self.device)
-        )
-        return self.engine.collectives.broadcast(value, self.owner)
+def owned_tensor(
+    engine: Zero3Engine,
+    name: str,
+    size: torch.Size,
+    dtype: torch.dtype,
+    owner: int,
+    value: Tensor | None,
+) -> SlicedTensor:
+    """Return a full tensor of any shape on one rank: state of an optimizer that steps on such.
+
+    Only the owner gives a ``value``.
+    """
+    parts = {} if value is None else {torch.Size([0] * len(size)): value.contiguous()}
+
+    def gather() -> Tensor:
+        whole = torch.empty(size, dtype=dtype, device=engine.device)
+        for part in parts.values():
+            whole.copy_(part)
+        return engine.collectives.broadcast(whole, owner)
+
+    return SlicedTensor(name, size, dtype, engine.device, parts, gather)
 
 
 class SavedTensor(TensorDescription):
     """A tensor in a checkpoint, whose values are read when an operation needs them."""
 
     label: str
-    read: Callable[[], Tensor]  # returns the full value, on the CPU; local
+    # copies the values into a tensor of any dtype, or a rank's parts of them into a slice; local
+    read_into: Callable[[Tensor], None]
 
     @staticmethod
     def __new__(
-        cls, label: str, size: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor]
+        cls,
+        label: str,
+        size: torch.Size,
+        dtype: torch.dtype,
+        read_into: Callable[[Tensor], None],
     ) -> SavedTensor:
-        """Make a tensor that ``read`` reads; ``label`` is its name in the checkpoint."""
+        """Make a tensor that ``read_into`` reads; ``label`` is its name in the checkpoint."""
         tensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=torch.device("cpu"))
-        tensor.label, tensor.read = label, read
+        tensor.label, tensor.read_into = label, read_into
         return tensor
+
+    def read(self) -> Tensor:
+        """Return the full value, on the CPU; local."""
+        # hazard: where the file has no values, memory of others would show
+        whole = torch.zeros(self.size(), dtype=self.dtype, device="cpu")
+        self.read_into(whole)
+        return whole
 
     @classmethod
     def compute(cls, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -217,14 +229,6 @@ class SavedTensor(TensorDescription):
     def __deepcopy__(self, memo: dict) -> SavedTensor:
         """Return the tensor itself: nothing can change it."""
         return self
-
-
-@dataclass(frozen=True)
-class Place:
-    """The unit and the entry of a parameter, which say where its shards are."""
-
-    unit: Unit
-    entry: Entry
 
 
 def _cut_views(part: Tensor, entry: Entry) -> Iterator[tuple[torch.Size, Tensor]]:
@@ -241,8 +245,3 @@ def _cut_views(part: Tensor, entry: Entry) -> Iterator[tuple[torch.Size, Tensor]
 
 def _view_box(flat: Tensor, box: Box) -> Tensor:
     return flat[box.start : box.start + torch.Size(box.sizes).numel()].view(box.sizes)
-
-
-def places_by_name(engine: Zero3Engine) -> dict[str, Place]:
-    """Return the place of every parameter, by name."""
-    return {entry.name: Place(unit, entry) for unit in engine.units for entry in unit.entries}

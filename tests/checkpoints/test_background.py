@@ -52,14 +52,14 @@ class Disk(Callback):
 
             monkeypatch.setattr(regions, "write_regions", write_regions)
         else:
-            write = writer._Writer.write_data
+            write = writer.ShardedSave.write_data
 
             def write_data(its, plan, planner):
                 slices = [t for t in planner.state_dict.values() if isinstance(t, SlicedTensor)]
                 answer(part for t in slices for part in t.parts.values())
                 return write(its, plan, planner)
 
-            monkeypatch.setattr(writer._Writer, "write_data", write_data)
+            monkeypatch.setattr(writer.ShardedSave, "write_data", write_data)
 
     def on_train_batch_start(self, trainer, *_):
         there = sorted(self.folder.glob("*.ckpt"))

@@ -133,11 +133,11 @@ def unreadable(rank, world_size, folder):
 
     class Missing(Shuffled):
         def on_load_checkpoint(self, checkpoint):
-            def fail():
+            def fail(target):
                 raise OSError("gone")
 
             if rank == 1:
-                checkpoint["state_dict"]["net.0.bias"].read = fail
+                checkpoint["state_dict"]["net.0.bias"].read_into = fail
 
     with pytest.raises(
         CheckpointError, match="(?s)Loading weights failed on rank 1: .*net.0.bias.*gone"
@@ -186,6 +186,9 @@ class Kept(Shuffled):
         self.register_load_state_dict_pre_hook(
             lambda module, state, *_: state.update(old=state.pop("new"))
         )
+
+    def state_dict(self):  # takes nothing
+        return super().state_dict()
 
     def training_step(self, batch, batch_idx):
         self.counter.count += 1

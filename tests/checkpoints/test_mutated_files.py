@@ -57,7 +57,7 @@ class Bounds:
     def open(self, path):
         begin = time.monotonic()
         try:
-            tensors, _ = open_weights(path, weights_only=True)
+            tensors = open_weights(path, weights_only=True)
             found = {
                 key: value.read() if hasattr(value, "read") else value.clone()
                 for key, value in tensors.items()

@@ -64,6 +64,7 @@ def resume(rank, world_size, folder):
     return runs, elastic.resume(world_size, folder)
 
 
+PLAN = {1: 0.5, "b": {}}  # an option of a param group
 EXTRAS = [{1: 2, (0, 1): "x"}, {"a": {}, "b": 1}, {}, {"a": torch.ones(2)}, [torch.zeros(3)]]
 
 
@@ -73,6 +74,13 @@ class Extra(Whole):
     def __init__(self, recipe, extras=(None,) * 5):
         super().__init__(recipe)
         self.more = nn.ModuleList(map(HasExtra, extras))
+        self.plan = PLAN if extras[0] else None
+
+    def configure_optimizers(self):
+        found = super().configure_optimizers()
+        self.groups = found["optimizer"].param_groups
+        self.groups[0]["plan"] = self.plan
+        return found
 
 
 class HasExtra(nn.Module):
@@ -94,13 +102,13 @@ def extra(rank, world_size, folder, kind):
     runner.save_checkpoint(f"{folder}/x.ckpt")
     module = Extra(RECIPES["adamw"])
     trainer(zero3(), world_size, max_steps=2).fit(module, ckpt_path=f"{folder}/x.ckpt")
-    return [part.extra for part in module.more]
+    return [part.extra for part in module.more], module.groups[0]["plan"]
 
 
 @pytest.mark.parametrize("kind", ["sharded", "file"])
-def test_extra_states_come_back_as_they_were(kind, tmp_path):
-    for found in run_ranks(extra, 2, str(tmp_path), kind, timeout=60):
-        assert str(found) == str(EXTRAS)
+def test_extra_states_and_options_come_back_as_they_were(kind, tmp_path):
+    for found, plan in run_ranks(extra, 2, str(tmp_path), kind, timeout=60):
+        assert str(found) == str(EXTRAS) and plan == PLAN
 
 
 def load_again(rank, world_size, folder):

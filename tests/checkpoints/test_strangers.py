@@ -332,7 +332,7 @@ MALFORMED = {
     "a list in itself in the trainer's state": with_file("meta.pt", pickled(LOOP + b".")),
     "a list for the trainer's state": with_file("meta.pt", pickled(b"].")),
     "junk for the trainer's state": with_file("meta.pt", b"junk"),
-    "saved at no time": change_manifest(saved=1e300),
+    "a count that is none": change_manifest(files={INDEX: {"bytes": 1e300, "crc32": 0}}),
     "a number for the files": change_manifest(files=3),
     "junk for a manifest": lambda folder: (folder / "manifest.json").write_text("junk"),
     "a list for a manifest": lambda folder: (folder / "manifest.json").write_text("[]"),

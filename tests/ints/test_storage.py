@@ -8,13 +8,14 @@ from functools import partial
 
 import pytest
 
-from lightning_zero3.strategies.checkpoints import storage
+from lightning_zero3.strategies.checkpoints import manifest, storage
 from lightning_zero3.strategies.checkpoints.manifest import (
     MANIFEST,
-    Manifest,
     changed,
     damage,
     measure,
+    read_manifest,
+    write_manifest,
 )
 from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
 
@@ -31,14 +32,18 @@ def write(path, step, world_size=2):
     """Save a directory as the strategy does, without tensors."""
     stage = storage.begin(path)
     stage.mkdir()
-    manifest = Manifest(world_size, 0, step, saved=float(step))
-    manifest.write(stage)
+    files = {}
     for rank in range(world_size):
         file = stage / f"__{rank}_0.distcp"
         file.write_text(f"step {step}, rank {rank}")
-        manifest.files[file.name] = measure(file)
-    manifest.write(stage)
+        files[file.name] = measure(file)
+    write_manifest(stage, files, global_step=step)
+    os.utime(stage / MANIFEST, (step, step))
     storage.commit(stage, path)
+
+
+def step_of(path):
+    return read_manifest(path)["global_step"]
 
 
 @pytest.fixture(autouse=True)
@@ -83,13 +88,13 @@ def test_killed_at_any_moment_a_whole_one_is_left(tmp_path, monkeypatch, name, c
                 pass
         found = storage.last_complete(folder)
         assert found is not None and damage(found) is None and changed(found, 0, 1) is None
-        assert Manifest.read(found).global_step in (1, 2)
+        assert step_of(found) in (1, 2)
         # what Lightning looks at
         visible = [path for path in folder.iterdir() if path.suffix == ".ckpt"]
         assert visible and not any(map(damage, visible))
         assert all(path.name.startswith(name.removesuffix(".ckpt")) for path in visible)
         write(folder / name, 3)  # and the next run is not disturbed
-        assert Manifest.read(folder / name).global_step == 3
+        assert step_of(folder / name) == 3
         assert {path.name for path in folder.iterdir()} <= {name, ".removed"}
         if len(calls) < number:
             break
@@ -116,14 +121,12 @@ def test_a_full_disk_keeps_nothing_that_could_be_deleted(tmp_path, monkeypatch):
     with monkeypatch.context() as full:
         full.setattr(os, "mkdir", refuse)
         storage.remove(stage)  # of a save that failed
-    assert not stage.exists() and Manifest.read(path).global_step == 1
+    assert not stage.exists() and step_of(path) == 1
     stage = storage.make_folder(path)
-    Manifest(2, 0, 2).write(stage)
+    write_manifest(stage, {}, global_step=2)
     monkeypatch.setattr(os, "mkdir", refuse)
     storage.commit(stage, path)  # there was room for it, and for nothing else
-    assert Manifest.read(path).global_step == 2 and [p.name for p in tmp_path.iterdir()] == [
-        "last.ckpt"
-    ]
+    assert step_of(path) == 2 and [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def test_broken_ones_are_named(tmp_path):
@@ -168,26 +171,22 @@ def test_an_incomplete_last_is_replaced_by_the_last_complete_one(tmp_path):
     write(tmp_path / "step=6.ckpt", 6)
     last = tmp_path / "last.ckpt"
     write(last, 8)
-    assert storage.choose(last, newest=True) == storage.Choice(
-        last, [], f"The last complete one besides it is {tmp_path}/step=6.ckpt."
-    )
+    assert storage.choose(last, newest=True) == (last, [])
+    other = f"The last complete one besides it is {tmp_path}/step=6.ckpt."
+    assert storage.other_complete(last) == other
     (last / "__1_0.distcp").unlink()
     stage = storage.begin(tmp_path / "step=10.ckpt")
     stage.mkdir()
-    Manifest(3, 0, 10).write(stage)
     (stage / "__0_0.distcp").write_text("")
-    chosen = storage.choose(last, newest=True)
-    assert chosen.path == tmp_path / "step=6.ckpt"
+    chosen, remarks = storage.choose(last, newest=True)
+    assert chosen == tmp_path / "step=6.ckpt"
     assert (
-        chosen.remarks[0]
-        == f"{tmp_path}/step=10.ckpt: incomplete: its save did not finish (1 of 3 shards were"
-        f" begun). Delete {stage} if no job is writing it."
+        remarks[0]
+        == f"{tmp_path}/step=10.ckpt: incomplete: its save did not finish. Delete {stage} if no job"
+        " is writing it."
     )
     lost = "incomplete: 1 of 2 shards (__1_0.distcp missing)"
-    assert (
-        chosen.remarks[1]
-        == f"{last} is {lost}. Going on from the last complete checkpoint, {chosen.path}."
-    )
+    assert remarks[1] == f"{last} is {lost}. Going on from the last complete checkpoint, {chosen}."
     with pytest.raises(
         CheckpointError, match="last.ckpt is incomplete: .* besides it is .*step=6.ckpt"
     ):
@@ -198,13 +197,13 @@ def test_a_link_leads_to_a_whole_checkpoint_at_any_moment(tmp_path, monkeypatch)
     link, old, new = (tmp_path / f"{name}.ckpt" for name in ("last", "step=1", "step=2"))
     write(old, 1)
     storage.point(link, old)
-    assert link.is_symlink() and Manifest.read(link).global_step == 1
+    assert link.is_symlink() and step_of(link) == 1
     write(new, 2)
     with monkeypatch.context() as patch, pytest.raises(Died):
         remove = storage.remove
         patch.setattr(storage, "remove", lambda path: die() if path == old else remove(path))
         storage.retire(old, [link])
-    assert Manifest.read(link).global_step == 2
+    assert step_of(link) == 2
     storage.retire(old, [link])
     assert {path.name for path in tmp_path.iterdir()} <= {"last.ckpt", "step=2.ckpt", ".removed"}
     assert storage.last_complete(tmp_path, besides=link) is None, (
@@ -275,13 +274,12 @@ def test_a_neighbour_does_not_stop_a_good_checkpoint(tmp_path, neighbour, monkey
         other.symlink_to(other.name)
     else:
         write(other, 2)
-        read = Manifest.read
 
         def refuse(folder):
-            return read(folder) if folder != other else die_of_permissions()
+            return read_manifest(folder) if folder != other else die_of_permissions()
 
-        monkeypatch.setattr(Manifest, "read", refuse)
-    assert storage.choose(good, newest=False).path == good
+        monkeypatch.setattr(manifest, "read_manifest", refuse)
+    assert storage.choose(good, newest=False)[0] == good
     storage.retire(good, [other])
     assert not good.exists()
 
@@ -295,12 +293,10 @@ BROKEN = {
     "no files": '{"version": 1}',
     "brackets": "[" * 100_000,
     "a file that is a number": '{"version": 1, "files": 3}',
-    "a time that is none": '{"version": 1, "world_size": 1, "epoch": 0, "global_step": 0,'
-    ' "files": {}, "saved": 1e300}',
-    "a count that is none": '{"version": 1, "world_size": "x\\u001b[2J", "epoch": 0,'
-    ' "global_step": 0, "files": {}, "saved": 1}',
-    "a name outside": '{"version": 1, "world_size": 1, "epoch": 0, "global_step": 0, "saved": 1,'
-    ' "files": {"../x": {"bytes": 1, "crc32": 1}}}',
+    "a count that is none": '{"version": 1, "files": {"a": {"bytes": 1e300, "crc32": 0}}}',
+    "no count": '{"version": 1, "files": {"a": {"x\\u001b[2J": 1}}}',
+    "a name outside": '{"version": 1, "files": {"../x": {"bytes": 1, "crc32": 1}}}',
+    "a name that writes": '{"version": 1, "files": {"/x\\u001b[2J": {"bytes": 1, "crc32": 1}}}',
     "junk": "\x00\x01",
 }
 
@@ -312,11 +308,11 @@ def test_a_neighbours_broken_folder_is_passed_over(what, tmp_path):
         folder.mkdir()
     (bad / "manifest.json").write_text(BROKEN[what])
     (good / "a").write_text("x")
-    Manifest(1, 0, 1, {"a": measure(good / "a")}).write(good)
+    write_manifest(good, {"a": measure(good / "a")})
     assert "is damaged: " in storage.damage(bad) and "\x1b" not in storage.damage(bad)
     assert storage.last_complete(tmp_path) == good
-    assert storage.choose(good, newest=True).path == good
-    assert storage.choose(bad, newest=True).path == good
+    assert storage.choose(good, newest=True)[0] == good
+    assert storage.choose(bad, newest=True)[0] == good
     with pytest.raises(CheckpointError, match=str(bad)):
         storage.choose(bad, newest=False)
 

@@ -29,7 +29,15 @@ class ByAdafactor(Lit):
         matrices = [p for p in self.parameters() if p.ndim == 2]
         rest = [p for p in self.parameters() if p.ndim != 2]
         groups = [{"params": matrices}, {"params": rest, "lr": 0.01}]
-        return torch.optim.Adafactor(groups, lr=0.02, eps=(1e-3, 1e-2))
+        optimizer = torch.optim.Adafactor(groups, lr=0.02, eps=(1e-3, 1e-2))
+
+        def add(optimizer, *_):
+            for state in optimizer.state.values():
+                if state:
+                    state["pair"] = (1, 2)  # no shape and dtype
+
+        optimizer.register_step_post_hook(add)
+        return optimizer
 
 
 def fit(rank, world_size, strategy, folder, read=None):
@@ -41,7 +49,8 @@ def fit(rank, world_size, strategy, folder, read=None):
     if kind == "replicas":
         plugged = zero3(shard_size=2, checkpoint=CheckpointOptions(kind="file"))
     elif strategy != "auto":
-        plugged = zero3(checkpoint=CheckpointOptions(kind=kind))
+        background = kind == "sharded"
+        plugged = zero3(checkpoint=CheckpointOptions(kind=kind, background=background))
     runner = trainer(
         plugged, world_size, max_epochs=2, callbacks=[saver], enable_checkpointing=True
     )
