@@ -21,8 +21,7 @@ from torch.distributed.distributed_c10d import _abort_process_group
 
 from .detect import detect
 from .host import visible_devices
-from .preflight import describe_process, explained, roll_call
-from .store_session import join_session
+from .preflight import Card, describe_process, explained, roll_call, uses_agent_store
 from .world import LOOPBACK, LaunchError, World
 
 _log = logging.getLogger(__name__)
@@ -72,12 +71,18 @@ def refuse(error: LaunchError, start_timeout: timedelta) -> None:
     """
     if error.world is None or error.world.world_size == 1 or dist.is_initialized():
         return
-    timeout = min(start_timeout, timedelta(seconds=_REFUSE_S))
-    with suppress(RuntimeError):  # rank 0 is not there, or has heard of another problem
-        store = dist.PrefixStore(f"zero3 {next(_starts)}", open_store(error.world, timeout))
+    with suppress(RuntimeError):  # rank 0 is not there
         card = describe_process(error.world, "", str(error))
-        deadline = time.monotonic() + timeout.total_seconds()
-        roll_call(dist.PrefixStore("roll call", store), error.world, card, deadline)
+        meet(error.world, card, min(start_timeout, timedelta(seconds=_REFUSE_S)))
+
+
+def meet(world: World, card: Card, timeout: timedelta) -> tuple[str, dict[int, Card], dist.Store]:
+    """Hold a roll call where the record says; return as :func:`.roll_call` does."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    # hazard: a store outlives its groups, and a new group would read the addresses of an old one;
+    # so each start has a prefix of its own
+    store = dist.PrefixStore(f"zero3 {next(_starts)}", open_store(world, timeout))
+    return roll_call(store, world, card, deadline)
 
 
 def start_process_group(
@@ -111,12 +116,9 @@ def start_process_group(
         ):
             return
         end_process_group()
-    deadline = time.monotonic() + start_timeout.total_seconds()
-    # hazard: a store outlives its groups, and a new group would read the addresses of an old one;
-    # so each start has a prefix of its own
-    store = dist.PrefixStore(f"zero3 {next(_starts)}", open_store(world, start_timeout))
-    card = describe_process(world, backend)
-    roll_call(dist.PrefixStore("roll call", store), world, card, deadline)
+    problem, _, store = meet(world, describe_process(world, backend), start_timeout)
+    if problem:
+        raise LaunchError(problem)
     dist.init_process_group(
         backend,
         store=store,
@@ -229,12 +231,11 @@ def open_store(world: World, timeout: timedelta) -> dist.Store:
         _stores.setdefault(place, dist.HashStore())
     if place not in _stores:
         _require_resolvable(world)
-        is_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
         try:
             with explained(
                 f"Rank {world.rank} has not reached rank 0 at {world.meeting_point} yet"
             ):
-                is_server = world.rank == 0 and not is_agent_store
+                is_server = world.rank == 0 and not uses_agent_store()
                 if is_server and listener is None:
                     # torch listens on all interfaces. If the port is taken, it says so.
                     with suppress(OSError):
@@ -250,8 +251,6 @@ def open_store(world: World, timeout: timedelta) -> dist.Store:
                     master_listen_fd=listener.detach() if listener is not None else None,
                 )
                 store.set_timeout(timeout)
-                if is_agent_store:
-                    store = join_session(store, world.rank, world.world_size, timeout)
         except RuntimeError as error:  # torch's network errors
             raise LaunchError(_explain_network_error(world, str(error), timeout)) from error
         _stores[place] = store
