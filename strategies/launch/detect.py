@@ -34,21 +34,18 @@ from .world import (
     Request,
     World,
     require_devices,
-    require_requested,
 )
 
 _DEFAULT_PORT = 29500  # torch's
 
 
-def detect(environ: Mapping[str, str], devices: Devices, request: Request | None = None) -> World:
-    """Return this process's record, as :func:`locate` does, if Trainer and devices allow it.
+def detect(environ: Mapping[str, str], devices: Devices) -> World:
+    """Return this process's record, as :func:`locate` does, if the devices allow it.
 
     Raises:
-        LaunchError: variables are missing, or contradict each other, the request or the devices.
+        LaunchError: variables are missing, or contradict each other or the devices.
     """
-    world = locate(environ, devices, request)
-    if request is not None:
-        require_requested(world, request)
+    world = locate(environ, devices)
     require_devices(world, devices)
     return world
 
@@ -112,7 +109,7 @@ class _Reader:
     def __init__(self, environ: Mapping[str, str], launcher: Launcher) -> None:
         self.environ, self.launcher = environ, launcher
         marks = [f"{mark}={environ[mark]}" for mark in launcher.marks if mark in environ]
-        self.why = {"launcher": ", ".join(marks) or launcher.why}
+        self.why = {"launcher": ", ".join(marks) or "default: no launcher found"}
 
     def note(self, item: str, reason: str) -> None:
         self.why[item] = reason

@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     facts = collect(world)
     everyone = {world.rank if world is not None else 0: facts}
     if world is not None and world.world_size > 1:
-        card = {**describe_process(world, world.backend), "facts": facts}
+        card = {**describe_process(world), "facts": facts}
         try:
             problem, cards, _ = meet(world, card, timedelta(seconds=arguments.timeout))
             everyone = {rank: card["facts"] for rank, card in cards.items()}

@@ -34,12 +34,11 @@ _HEAR_S = 2.0  # in which the others have read the verdict
 _COMMON_ITEMS = ("torch", "lightning", "lightning_zero3", "backend", "world_size")
 
 
-def describe_process(world: World, backend: str, problem: str = "") -> Card:
+def describe_process(world: World, problem: str = "") -> Card:
     """Return this process's card: the items that the roll call compares between ranks.
 
     Args:
         world: this process's record.
-        backend: backend of the process group.
         problem: why this process will not take part, which ends the roll call.
     """
     return {
@@ -51,7 +50,7 @@ def describe_process(world: World, backend: str, problem: str = "") -> Card:
         "torch": torch.__version__,
         "lightning": package_version("lightning"),
         "lightning_zero3": package_version("lightning-zero3"),
-        "backend": backend,
+        "backend": world.backend,
         # makes cards differ between two processes with the same pid on hosts with the same name
         "born_ns": time.time_ns(),
     }

@@ -21,7 +21,7 @@ def store(monkeypatch):
 def come(store, rank, world_size, seconds=10.0):
     """What is wrong, and this process's part of the store."""
     who = world(rank, world_size)
-    card = describe_process(who, "gloo")
+    card = describe_process(who)
     problem, _, part = roll_call(store.clone(), who, card, time.monotonic() + seconds)
     return problem, part
 
