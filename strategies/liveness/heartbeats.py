@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -24,19 +23,11 @@ BEAT_S = 1.0
 SUSPENDED_S = 5 * BEAT_S
 
 
-@dataclass(frozen=True)
-class Report:
-    """The newest beat of a rank, with times of this rank's monotonic clock in seconds.
-
-    Attributes:
-        beat: what the rank reported.
-        since: when this rank first read that beat.
-        read: when this rank last read the store.
-    """
+class Report(NamedTuple):
+    """The newest beat of a rank, and when this rank first read it, by its monotonic clock."""
 
     beat: Beat
     since: float
-    read: float
 
 
 def first_line(error: BaseException) -> str:
@@ -77,7 +68,6 @@ class Reports:
     Attributes:
         newest: rank -> its report; only rank 0's, except on rank 0 or after :meth:`request_all`.
         verdict: why the run ends, as the first rank that knew it has sent it; else None.
-        answered: when the store answered last, in seconds of the monotonic clock.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, key: str) -> None:
@@ -85,7 +75,6 @@ class Reports:
         self._key = key.encode()
         self.newest: dict[int, Report] = {}
         self.verdict: Verdict | None = None
-        self.answered = time.monotonic()
         self._own = b""  # the newest beat of this rank
         self._own_verdict = b""  # a verdict that this rank sends
         self._misfits: set[str] = set()  # keys under which something else stood
@@ -125,10 +114,9 @@ class Reports:
             last = self._is_stopping
             try:
                 self._exchange()
-                self.answered = time.monotonic()
             except dist.DistNetworkError:
-                # The store is gone for good. `answered` says so without torch's log of each
-                # attempt to connect.
+                # The store is gone for good. The silence of all says so, without torch's log of
+                # each attempt to connect.
                 return
             except RuntimeError:
                 pass  # of the store
@@ -176,9 +164,11 @@ class Reports:
         return ""
 
     def _keep(self, rank: int, beat: Beat) -> None:
-        now, known = time.monotonic(), self.newest.get(rank)
-        since = known.since if known is not None and known.beat.number == beat.number else now
-        # This process was stopped, and the other perhaps too: its silence counts from now on.
-        if known is not None and now - known.read > SUSPENDED_S:
-            since = now
-        self.newest[rank] = Report(beat, since, now)
+        known = self.newest.get(rank)
+        if known is None or known.beat.number != beat.number:
+            self.newest[rank] = Report(beat, time.monotonic())
+
+    def forgive(self, now: float) -> None:
+        """Count all silences from ``now`` on: this process was stopped, and others perhaps too."""
+        for rank, report in list(self.newest.items()):
+            self.newest[rank] = report._replace(since=now)

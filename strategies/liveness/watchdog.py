@@ -266,9 +266,8 @@ class Watch:
 
     def _check_reports(self) -> None:
         last_check, self._last_check = self._last_check, time.monotonic()
-        # This process was stopped: the store's silence counts from now on.
         if self._last_check - last_check > SUSPENDED_S:
-            self._reports.answered = self._last_check
+            self._reports.forgive(self._last_check)
         newest = dict(self._reports.newest)
         if self._reports.verdict is not None:
             self._accept_verdict(self._reports.verdict)
@@ -343,41 +342,22 @@ class Watch:
     def _find_silent_ranks(self, newest: dict[int, Report]) -> None:
         limit = 3 * BEAT_S if self._needs_verdict else self._options.lost
         for rank, report in newest.items():
+            silence = self._last_check - report.since
             if rank == self._rank:
                 continue
             if report.beat.place.activity == Activity.ENDED:
                 self._finished[rank] = report.beat.place
-            elif report.read - report.since > limit:
-                self._report_silence(
+            elif silence > limit:
+                neighbour = self._neighbours.get(rank)
+                place = neighbour.place() if neighbour is not None else report.beat.place
+                # It may have left since where it was when it was heard of.
+                where = "it is" if neighbour is not None else "it last said that it was"
+                self._give_verdict(
                     rank,
-                    report,
-                    f"has not been heard of for {report.read - report.since:.0f} s",
-                    "its",
+                    f"Rank {rank} on {self._cards[rank].machine.split()[0]} has not been heard of"
+                    f" for {silence:.0f} s (its process or the store's is stopped, or its machine"
+                    f" or network is gone); {where} in {self._describe_place(place)}.",
                 )
-        # Without answers of the store no report is read, so its own silence counts.
-        silence = self._last_check - self._reports.answered
-        if silence > limit and 0 in newest and self._rank and 0 not in self._finished:
-            self._report_silence(
-                0, newest[0], f"has not answered for {silence:.0f} s", "its store's"
-            )
-
-    def _report_silence(self, rank: int, report: Report, silence: str, owner: str) -> None:
-        neighbour = self._neighbours.get(rank)
-        where = (
-            self._describe_last(report)
-            if neighbour is None
-            else f"it is in {self._describe_place(neighbour.place())}"
-        )
-        self._give_verdict(
-            rank,
-            f"Rank {rank} on {self._cards[rank].machine.split()[0]} {silence} ({owner} process is"
-            f" stopped, or its machine or network is gone); {where}.",
-        )
-
-    def _describe_last(self, report: Report) -> str:
-        """Say where a rank was when it was heard of, which it may have left since."""
-        age, place = time.monotonic() - report.since, self._describe_place(report.beat.place)
-        return f"it last said, {age:.0f} s ago, that it was in {place}"
 
     def _diagnose(self, beats: list[Beat]) -> None:
         # NCCL does not compare what ranks exchange. The engine does so at the end of its backward,

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 from lightning_zero3.callbacks.memory import ranks
 from lightning_zero3.strategies.liveness.diagnosis import ELSEWHERE, ENGINE, Beat, Straggler
-from lightning_zero3.strategies.liveness.heartbeats import Reports, Verdict
+from lightning_zero3.strategies.liveness.heartbeats import Report, Reports, Verdict
 from lightning_zero3.strategies.liveness.position import (
     Activity,
     Card,
@@ -131,15 +131,12 @@ def test_the_place_of_a_lost_rank_is_as_old_as_it_is(is_here, monkeypatch):
         if is_here:  # its memory says where it is now
             monkeypatch.setattr(watch._neighbours[1], "place", lambda: replace(PLACE, step=20))
         report = watch._reports.newest[1]
-        report = replace(report, since=report.since - 60)
-        watch._report_silence(1, report, "has not been heard of for 60 s", "its")
+        watch._find_silent_ranks({1: report._replace(since=report.since - 61)})
         text = watch._verdict.text
-    where = (
-        "it is in forward, unit 1, step 20"
-        if is_here
-        else (r"it last said, 6[01] s ago, that it was in forward, unit 1, step 3")
-    )
-    assert re.search(f"; {where}\\.$", text), text
+    where = "it is in forward, unit 1, step 20"
+    if not is_here:
+        where = "it last said that it was in forward, unit 1, step 3"
+    assert re.search(rf"heard of for 6\d s .*; {where}\.$", text), text
 
 
 class Unwritable:
@@ -271,17 +268,17 @@ def test_a_warning_about_another_rank_does_not_write_to_the_terminal():
             watch._diagnose([replace(mine, place=PLACE, busy=0.0), replace(other, busy=1.0)])
 
 
-def test_a_rank_that_stood_still_counts_silence_from_then_on(monkeypatch):
-    now = [100.0]
-    reports = Reports.__new__(Reports)
-    reports.newest = {}
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    silences = []
-    for later in (0, 1, 1, 70, 1, 1):  # seconds since the last look; nothing new is there
-        now[0] += later
-        reports._keep(1, BEAT)
-        silences.append(reports.newest[1].read - reports.newest[1].since)
-    assert silences == [0, 1, 2, 0, 1, 2]
+@pytest.mark.parametrize("stopped_s", [0, 70])
+def test_a_rank_that_was_stopped_counts_silence_from_then_on(stopped_s):
+    with watching(dist.HashStore()) as watch:
+        watch._is_stopping = True  # its thread ends
+        watch._thread.join()
+        watch._reports._keep(1, BEAT)
+        now = time.monotonic()
+        watch._reports.newest[1] = Report(BEAT, now - 70)
+        watch._last_check = now - stopped_s
+        watch._check_reports()
+        assert (watch._verdict is None) == (stopped_s == 70)
 
 
 def test_the_users_line_is_none_of_this_package(monkeypatch):
