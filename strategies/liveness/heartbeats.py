@@ -75,8 +75,8 @@ class Reports:
         self._key = key.encode()
         self.newest: dict[int, Report] = {}
         self.verdict: Verdict | None = None
-        self._own = b""  # the newest beat of this rank
-        self._own_verdict = b""  # a verdict that this rank sends
+        self._own = ""  # the newest beat of this rank
+        self._own_verdict = ""  # a verdict that this rank sends
         self._misfits: set[str] = set()  # keys under which something else stood
         self._needs_all = rank == 0
         self._wake_event, self._is_stopping = threading.Event(), False
@@ -145,15 +145,15 @@ class Reports:
             if text := self._read(str(rank), value):
                 self._keep(rank, Beat.unpack(text))
 
-    def sign(self, key: str, text: str) -> bytes:
+    def sign(self, key: str, text: str) -> str:
         """Return ``text``, which will stand under ``key``, after its signature."""
         signature = hmac.new(self._key, f"{key} {text}".encode(), "sha256").hexdigest()
-        return f"{signature} {text}".encode()
+        return f"{signature} {text}"
 
     def _read(self, key: str, value: bytes) -> str:
         """Return the text that a rank has signed; empty, and told once, if none has."""
         text = value.partition(b" ")[2].decode(errors="replace")
-        if hmac.compare_digest(value, self.sign(key, text)):
+        if hmac.compare_digest(value, self.sign(key, text).encode()):
             return text
         if key not in self._misfits:
             self._misfits.add(key)

@@ -119,7 +119,7 @@ class Position:
     @property
     def activity(self) -> Activity:
         """What this rank does."""
-        return Activity(self.cells[_ACTIVITY])
+        return Activity(self.cells[_ACTIVITY])  # type: ignore[arg-type]  # of the members' numbers
 
     @activity.setter
     def activity(self, activity: Activity) -> None:
@@ -145,7 +145,8 @@ class Position:
 
 
 def _read_place(cells: memoryview) -> Place:
-    return Place(Activity(cells[_ACTIVITY]), cells[_STEP], cells[_UNIT], cells[_EXCHANGES])
+    activity = Activity(cells[_ACTIVITY])  # type: ignore[arg-type]  # see above
+    return Place(activity, cells[_STEP], cells[_UNIT], cells[_EXCHANGES])
 
 
 def _machine() -> str:
