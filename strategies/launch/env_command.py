@@ -70,21 +70,15 @@ def run(arguments: argparse.Namespace) -> int:
     The status is 1 if this process was started in a way that cannot work, or if ranks are missing;
     then every rank prints.
     """
-    problem, world = "", None
+    world = None
     try:
         world = detect(os.environ, visible_devices())
+        card = {**describe_process(world), "facts": collect(world)}
+        problem, cards, _ = meet(world, card, timedelta(seconds=arguments.timeout))
+        everyone = {rank: card["facts"] for rank, card in cards.items()}
     except LaunchError as error:
-        problem = str(error)
-    facts = collect(world)
-    everyone = {world.rank if world is not None else 0: facts}
-    if world is not None and world.world_size > 1:
-        card = {**describe_process(world), "facts": facts}
-        try:
-            problem, cards, _ = meet(world, card, timedelta(seconds=arguments.timeout))
-            everyone = {rank: card["facts"] for rank, card in cards.items()}
-        except LaunchError as error:
-            problem = str(error)
-    if world is None or world.rank == 0 or problem:
+        problem, everyone = str(error), {world.rank if world is not None else 0: collect(world)}
+    if problem or 0 in everyone:
         marked = differences(everyone)
         if arguments.json:
             print(

@@ -6,7 +6,7 @@ Nothing here reads a clock or starts a thread.
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import astuple, dataclass, field
 
@@ -148,8 +148,13 @@ class Straggler:
             return None
         self._slow_rank = slowest
         # Only what it did while the others waited counts.
-        weights = [max(0.0, _lead(busy, slowest)) for busy in history]
-        where = _most_frequent_place([b[slowest] for b in self._history], weights, unit_name)
+        places: defaultdict[str, float] = defaultdict(float)
+        for moment, busy in zip(self._history, history, strict=True):
+            beat = moment[slowest]
+            code = f" ({beat.code})" if beat.code else ""
+            where = beat.place.describe_activity(unit_name) + code
+            places[where] += max(0.0, _lead(busy, slowest))
+        where = max(places, key=places.__getitem__)
         step = beats[slowest].place.step
         now = f"; it is at step {step} now" if step >= 0 else ""
         return (
@@ -157,16 +162,6 @@ class Straggler:
             f" {shares[slowest]:.0%} of the time, the others {shares[slowest] - lead:.0%}. While"
             f" they waited it was most often in {where}{now}."
         )
-
-
-def _most_frequent_place(
-    beats: list[Beat], weights: list[float], unit_name: Callable[[int], str]
-) -> str:
-    totals: dict[str, float] = {}
-    for beat, weight in zip(beats, weights, strict=True):
-        place = beat.place.describe_activity(unit_name) + (f" ({beat.code})" if beat.code else "")
-        totals[place] = totals.get(place, 0.0) + weight
-    return max(totals, key=totals.__getitem__)
 
 
 def _lead(shares: list[float], rank: int) -> float:

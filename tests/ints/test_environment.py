@@ -220,7 +220,7 @@ def test_why_names_what_decided():
     why = dict(detect(SRUN, Devices()).why)
     assert why["rank"] == "SLURM_PROCID=5" and why["local_world_size"] == "SLURM_NTASKS_PER_NODE=4"
     assert why["main_address"] == "first host of SLURM_NODELIST=gpu[07-08]"
-    assert why["main_port"] == "15000 + last four digits of SLURM_JOB_ID=123456"
+    assert why["main_port"] == "15000 + last 4 digits of SLURM_JOB_ID=123456"
 
 
 def test_the_record_is_read_only_and_needs_nothing_else():
