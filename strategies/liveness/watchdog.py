@@ -7,6 +7,7 @@ other's end at once and read where it happened.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import select
 import threading
@@ -407,16 +408,8 @@ class Watch:
     def _end_process_if_late(self) -> None:
         if time.monotonic() < self._deadline or self._is_stopping:
             return
-        stack = read_frames(
-            lambda frames: (
-                traceback.format_stack(frames[self._training_thread])
-                if self._training_thread in frames
-                else []
-            )
-        )
-        print_error(
-            f"Rank {self._rank} did not end by itself; its process is ended here:\n{''.join(stack)}"
-        )
+        print_error(f"Rank {self._rank} did not end by itself; its process is ended here:")
+        faulthandler.dump_traceback(2)
         os._exit(1)
 
     def _describe_verdict(self, verdict: Verdict) -> str:
