@@ -143,9 +143,8 @@ class EvaluationStrategy(WatchedStrategy):
                 if not turn.is_uneven:
                     # hazard: a forward that one rank runs alone would take part in the others' next
                     # batch, and no backward comes that would find it.
-                    self.engine.collectives.meet(Meeting.BATCH)
-                    if self._signals is not None:
-                        self._signals.between_batches()
+                    assert self._signals is not None
+                    self._signals.between_batches()
             self.engine.joint.assist(turn.assisted_steps)
         except DivergenceError as error:
             if not turn.is_uneven and not turn.assisted_steps:

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
@@ -67,12 +68,29 @@ class DetectedEnvironment(ClusterEnvironment):
         self.request = Request()  # from the strategy, which knows the Trainer's options later
 
     @cached_property
-    def _items(self) -> tuple[Mapping[str, str], Launcher | None]:
-        return _group_items() if is_group_of_others() else (dict(os.environ), None)
+    def _group_places(self) -> dict[str, Any]:
+        rank, hosts = dist.get_rank(), [""] * dist.get_world_size()
+        dist.all_gather_object(hosts, socket.gethostname())
+        same = [r for r, host in enumerate(hosts) if host == hosts[rank]]
+        return {
+            "rank": rank,
+            "local_rank": same.index(rank),
+            "node_rank": list(dict.fromkeys(hosts)).index(hosts[rank]),
+            "world_size": len(hosts),
+            "local_world_size": len(same),
+            "main_address": hosts[0],
+            "main_port": 0,
+        }
+
+    def find(self, devices: Devices, request: Request) -> World:
+        """Return this process's record; collective where the process group is asked."""
+        if is_group_of_others():
+            return _told_by("process group", self._group_places, devices, request)
+        return locate(os.environ, devices, request)
 
     @property
     def _world(self) -> World:
-        return locate(self._items[0], Devices(), self.request, self._items[1])
+        return self.find(Devices(), self.request)
 
     @property
     @override
@@ -143,10 +161,20 @@ def identify(plugin: ClusterEnvironment, devices: Devices, request: Request) -> 
     Raises:
         LaunchError: variables, plugin, Trainer and devices contradict each other.
     """
-    environ, launcher = _items(plugin, request)
     if is_group_of_others():
         devices = replace(devices, backend=dist.get_backend())
-    world = locate(environ, devices, request, launcher)
+    owns_layout, kind = False, type(plugin)
+    if kind is LightningEnvironment:
+        # The user may have chosen it, where Lightning would have taken another, to start processes
+        # in spite of a launcher, whose variables then do not count.
+        environ = {n: os.environ[n] for n in _LIGHTNING_VARIABLES if n in os.environ}
+        world = locate(environ, devices, request)
+    elif kind in _BY_VARIABLES:
+        world = locate(os.environ, devices, request, _BY_VARIABLES[kind])
+    elif isinstance(plugin, DetectedEnvironment):
+        world, owns_layout = plugin.find(devices, request), is_group_of_others()
+    else:
+        world, owns_layout = _ask(plugin, devices, request), True
     reported = {
         "rank": plugin.global_rank(),
         "local_rank": plugin.local_rank(),
@@ -160,65 +188,43 @@ def identify(plugin: ClusterEnvironment, devices: Devices, request: Request) -> 
                 " Trainer has left, or pass the right environment to Trainer(plugins=...).",
                 world,
             )
-    owns_layout = launcher is not None and launcher not in _BY_VARIABLES.values()
     require_requested(world, request, owns_layout)
     require_devices(world, devices)
     return world
 
 
-def _items(
-    plugin: ClusterEnvironment, request: Request
-) -> tuple[Mapping[str, str], Launcher | None]:
-    """Return what says who this process is, and what has started it if the variables need not."""
-    if type(plugin) is DetectedEnvironment:
-        return plugin._items
-    if type(plugin) is LightningEnvironment:
-        # The user may have chosen it, where Lightning would have taken another, to start processes
-        # in spite of a launcher, whose variables then do not count.
-        return {n: os.environ[n] for n in _LIGHTNING_VARIABLES if n in os.environ}, None
-    if type(plugin) in _BY_VARIABLES:
-        return dict(os.environ), _BY_VARIABLES[type(plugin)]
-    name = type(plugin).__name__
+def _ask(plugin: ClusterEnvironment, devices: Devices, request: Request) -> World:
+    """Return what a cluster environment of the user's says of this process."""
+    places = {
+        "rank": plugin.global_rank(),
+        "local_rank": plugin.local_rank(),
+        "node_rank": plugin.node_rank(),
+        "world_size": plugin.world_size(),
+        "main_address": plugin.main_address,
+        "main_port": plugin.main_port,
+    }
     # What the plugin does not know, the ranks' hosts tell if they can talk already, or the Trainer.
-    local_world_size = {"devices of the Trainer": str(request.processes)}
-    if is_group_of_others() and dist.get_world_size() == plugin.world_size():
-        group_items, group = _group_items()
-        local_world_size = {n: group_items[n] for n in group.local_world_size}
-    return _named(
+    group = DetectedEnvironment()
+    if is_group_of_others() and dist.get_world_size() == places["world_size"]:
+        places["local_world_size"] = group._group_places["local_world_size"]
+        return _told_by(type(plugin).__name__, places, devices, request)
+    return _told_by(
+        type(plugin).__name__,
+        {**places, "local_world_size": request.processes},
+        devices,
+        request,
+        local_world_size=f"devices of the Trainer={request.processes}",
+    )
+
+
+def _told_by(
+    name: str, places: Mapping[str, Any], devices: Devices, request: Request, **why: str
+) -> World:
+    told = {item: f"{name}'s {item}={value}" for item, value in places.items()}
+    return World(
         name,
-        "Trainer(plugins=...)",
-        {f"{name}'s rank": str(plugin.global_rank())},
-        {f"{name}'s world_size": str(plugin.world_size())},
-        {f"{name}'s local_rank": str(plugin.local_rank())},
-        local_world_size,
-        {f"{name}'s node_rank": str(plugin.node_rank())},
-        MASTER_ADDR=plugin.main_address,
-        MASTER_PORT=str(plugin.main_port),
+        **places,
+        device_type=devices.type,
+        backend=request.backend or devices.backend,
+        why=tuple({**told, **why}.items()),
     )
-
-
-def _group_items() -> tuple[Mapping[str, str], Launcher]:
-    """Return what the process group that is there says of this process; collective."""
-    rank, hosts = dist.get_rank(), [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    same = [r for r, host in enumerate(hosts) if host == hosts[rank]]
-    return _named(
-        "process group",
-        "torch.distributed.is_initialized()",
-        {"rank in the process group": str(rank)},
-        {"size of the process group": str(len(hosts))},
-        {"place among the ranks of this host": str(same.index(rank))},
-        {"ranks of this host": str(len(same))},
-        {"place among the hosts": str(list(dict.fromkeys(hosts)).index(hosts[rank]))},
-        MASTER_ADDR=hosts[0],
-        MASTER_PORT="0",
-    )
-
-
-def _named(
-    name: str, why: str, *items: Mapping[str, str], **meeting: str
-) -> tuple[Mapping[str, str], Launcher]:
-    """Return ``items`` as variables, and a launcher that takes its places from them in order."""
-    rank, world_size, local_rank, local_world_size, node_rank = map(tuple, items)
-    launcher = Launcher(name, (), rank, world_size, local_rank, local_world_size, node_rank, why)
-    return {key: value for item in (*items, meeting) for key, value in item.items()}, launcher

@@ -34,21 +34,20 @@ from .world import (
     Request,
     World,
     require_devices,
-    require_requested,
 )
 
 _DEFAULT_PORT = 29500  # torch's
+# By launcher: the variable with the number of the job, and how Lightning makes a port of it.
+_PORTS_BY_JOB = {SLURM.name: ("SLURM_JOB_ID", 15000, 4), LSF.name: ("LSB_JOBID", 10000, 3)}
 
 
-def detect(environ: Mapping[str, str], devices: Devices, request: Request | None = None) -> World:
-    """Return this process's record, as :func:`locate` does, if Trainer and devices allow it.
+def detect(environ: Mapping[str, str], devices: Devices) -> World:
+    """Return this process's record, as :func:`locate` does, if the devices allow it.
 
     Raises:
-        LaunchError: variables are missing, or contradict each other, the request or the devices.
+        LaunchError: variables are missing, or contradict each other or the devices.
     """
-    world = locate(environ, devices, request)
-    if request is not None:
-        require_requested(world, request)
+    world = locate(environ, devices)
     require_devices(world, devices)
     return world
 
@@ -112,7 +111,7 @@ class _Reader:
     def __init__(self, environ: Mapping[str, str], launcher: Launcher) -> None:
         self.environ, self.launcher = environ, launcher
         marks = [f"{mark}={environ[mark]}" for mark in launcher.marks if mark in environ]
-        self.why = {"launcher": ", ".join(marks) or launcher.why}
+        self.why = {"launcher": ", ".join(marks) or "default: no launcher found"}
 
     def note(self, item: str, reason: str) -> None:
         self.why[item] = reason
@@ -331,14 +330,11 @@ def _address(read: _Reader, places: Mapping[str, int]) -> str:
 
 def _port(read: _Reader) -> int:
     """Return the port that Lightning's environment for the launcher would choose too."""
-    job = {"slurm": "SLURM_JOB_ID", "lsf": "LSB_JOBID"}.get(read.launcher.name, "")
+    job, base, digits = _PORTS_BY_JOB.get(read.launcher.name, ("", 0, 0))
     number = read.environ.get(job, "")
-    if read.launcher is SLURM and number.isdecimal():
-        read.note("main_port", f"15000 + last four digits of {job}={number}")
-        return 15000 + int(number[-4:])
-    if read.launcher is LSF and number.isdecimal():
-        read.note("main_port", f"10000 + last three digits of {job}={number}")
-        return 10000 + int(number) % 1000
+    if number.isdecimal():
+        read.note("main_port", f"{base} + last {digits} digits of {job}={number}")
+        return base + int(number[-digits:])
     if read.launcher in STARTED_BY_LIGHTNING:
         read.note("main_port", "any free port")
         return 0

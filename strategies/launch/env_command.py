@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import socket
-import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
@@ -24,8 +23,8 @@ from ..support import printable
 from .detect import detect
 from .host import visible_devices
 from .launchers import shown_variables
-from .preflight import package_version
-from .rendezvous import open_store
+from .preflight import describe_process, package_version
+from .rendezvous import meet
 from .world import LaunchError, World
 
 DESCRIPTION = (
@@ -71,24 +70,15 @@ def run(arguments: argparse.Namespace) -> int:
     The status is 1 if this process was started in a way that cannot work, or if ranks are missing;
     then every rank prints.
     """
-    problem, world = "", None
+    world = None
     try:
         world = detect(os.environ, visible_devices())
+        card = {**describe_process(world), "facts": collect(world)}
+        problem, cards, _ = meet(world, card, timedelta(seconds=arguments.timeout))
+        everyone = {rank: card["facts"] for rank, card in cards.items()}
     except LaunchError as error:
-        problem = str(error)
-    everyone = {world.rank if world is not None else 0: collect(world)}
-    if world is not None and world.world_size > 1:
-        try:
-            everyone = _gather(world, everyone[world.rank], arguments.timeout)
-        except LaunchError as error:
-            problem = str(error)
-        missing = sorted(set(range(world.world_size)) - everyone.keys())
-        if not problem and missing and world.rank == 0:
-            problem = (
-                f"Ranks {missing} of {world.world_size} did not come within"
-                f" {arguments.timeout:g} s."
-            )
-    if world is None or world.rank == 0 or problem:
+        problem, everyone = str(error), {world.rank if world is not None else 0: collect(world)}
+    if problem or 0 in everyone:
         marked = differences(everyone)
         if arguments.json:
             print(
@@ -154,27 +144,6 @@ def _devices(world: World | None) -> dict[str, Any]:
 
 
 # ---- all ranks -----------------------------------------------------------------------------------
-
-
-def _gather(world: World, facts: Facts, timeout_s: float) -> dict[int, Facts]:
-    """Return the facts of all ranks that come on rank 0, and the own ``facts`` on others."""
-    store = dist.PrefixStore("env", open_store(world, timedelta(seconds=timeout_s)))
-    store.set(f"facts {world.rank}", json.dumps(facts, default=str))
-    deadline = time.monotonic() + timeout_s
-    keys = [f"facts {r}" for r in range(world.world_size)] if world.rank == 0 else ["done"]
-    try:
-        while time.monotonic() < deadline and not store.check(keys):
-            time.sleep(0.05)
-    except RuntimeError:
-        # On another rank the error means that rank 0, which serves the store, has ended: it had all
-        # facts that it needed.
-        if world.rank == 0:
-            raise
-    if world.rank != 0:
-        return {world.rank: facts}
-    everyone = {r: json.loads(store.get(key)) for r, key in enumerate(keys) if store.check([key])}
-    store.set("done", "")
-    return everyone
 
 
 def differences(everyone: Mapping[int, Facts]) -> list[str]:

@@ -22,7 +22,6 @@ class Launcher:
     local_rank: tuple[str, ...] = ()
     local_world_size: tuple[str, ...] = ()
     node_rank: tuple[str, ...] = ()
-    why: str = "default: no launcher found"  # what says that this is the launcher, without marks
 
 
 # What may be shown of the environment: these, and options of libraries by their prefixes. Prefixes

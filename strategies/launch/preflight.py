@@ -1,6 +1,6 @@
 """The roll call before a process group starts: every rank is there once, and all are alike.
 
-If not, all ranks that are there raise an error that says what is wrong.
+If not, all ranks that are there are told what is wrong.
 """
 
 from __future__ import annotations
@@ -8,31 +8,37 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..support import printable
 from .world import LaunchError, World
 
 _log = logging.getLogger(__name__)
 
+Card = dict[str, Any]  # what a process tells of itself
+
 _EXPLAIN_AFTER_S = 20.0
+_ANSWER_S = 5.0  # after the deadline, in which rank 0 names the missing ranks
+_HEAR_S = 2.0  # in which the others have read the verdict
 # the items of a card that must be the same on all ranks
 _COMMON_ITEMS = ("torch", "lightning", "lightning_zero3", "backend", "world_size")
 
 
-def describe_process(world: World, backend: str, problem: str = "") -> dict[str, object]:
+def describe_process(world: World, problem: str = "") -> Card:
     """Return this process's card: the items that the roll call compares between ranks.
 
     Args:
         world: this process's record.
-        backend: backend of the process group.
         problem: why this process will not take part, which ends the roll call.
     """
     return {
@@ -44,7 +50,7 @@ def describe_process(world: World, backend: str, problem: str = "") -> dict[str,
         "torch": torch.__version__,
         "lightning": package_version("lightning"),
         "lightning_zero3": package_version("lightning-zero3"),
-        "backend": backend,
+        "backend": world.backend,
         # makes cards differ between two processes with the same pid on hosts with the same name
         "born_ns": time.time_ns(),
     }
@@ -58,90 +64,130 @@ def package_version(package: str) -> str:
         return "not installed"
 
 
-def roll_call(store: dist.Store, world: World, card: dict[str, object], deadline: float) -> None:
+def roll_call(
+    store: dist.Store, world: World, card: Card, deadline: float
+) -> tuple[str, dict[int, Card], dist.Store]:
     """Wait until every rank is there once, and all are alike; rank 0 compares for all.
 
     Args:
-        store: a store of this roll call alone.
+        store: a store of this start alone, unless it is that of torchrun's agent.
         world: this process's record.
-        card: this process's items, by :func:`describe_process`.
+        card: this process's items, by :func:`describe_process`; others may be added.
         deadline: a time of ``time.monotonic``.
 
+    Returns:
+        what is wrong, on every rank that is there: ranks are missing, doubled or different, or do
+        not come; empty if nothing is. On rank 0 the cards of all that came, by rank. And the part
+        of ``store`` that no other start writes to.
+
     Raises:
-        LaunchError: ranks are missing, doubled or different; on every rank that is there.
+        LaunchError: the store is gone.
     """
+    cards, answer = {world.rank: card}, _do_nothing
     try:
-        _post_card(store, world, card)
+        if uses_agent_store():
+            store, answer = _join_session(store, world, deadline)
+        calls = dist.PrefixStore("roll call", store)
+        if problem := _post_card(calls, world, card):
+            calls.set("problem", problem)
         if world.rank == 0:
-            problem = _check_ranks(store, world, deadline)
-            store.set("verdict", json.dumps([problem, world.world_size]))
-        else:
-            problem = _wait_for_verdict(store, world, deadline)
+            cards |= _collect_cards(calls, world, deadline, answer)
+            if calls.check(["problem"]):
+                problem = calls.get("problem").decode()
+            else:
+                problem = _compare(cards, world)
+            calls.set("verdict", json.dumps([problem, world.world_size]))
+            # hazard: rank 0 serves the store, and the others have yet to read the verdict
+            until = time.monotonic() + _HEAR_S
+            _wait(lambda: calls.add("heard", 0) >= world.world_size - 1, until, world)
+        elif not problem:
+            problem = _wait_for_verdict(calls, world, deadline)
     except RuntimeError as error:
-        if isinstance(error, LaunchError):
-            raise
         raise LaunchError(
             f"Rank {world.rank} lost its connection to rank 0 at {world.meeting_point} before"
             f" training began; rank 0's own output says why. torch says: {error}"
         ) from error
-    if problem:
-        if world.rank == 0:
-            # hazard: rank 0 serves the store, and the others have yet to read the verdict
-            _wait(
-                lambda: store.add("heard", 0) >= world.world_size - 1, time.monotonic() + 1, world
-            )
-        raise LaunchError(problem)
+    # it may quote other processes
+    return printable(problem, kept="\n"), cards, store
 
 
-def _post_card(store: dist.Store, world: World, card: dict[str, object]) -> None:
-    """Post this process's card.
+def uses_agent_store() -> bool:
+    """Return whether torchrun's agent serves the store, through all restarts of its workers."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
-    Raises:
-        LaunchError: another process has this rank, or this one will not take part.
+
+def _join_session(
+    store: dist.Store, world: World, deadline: float
+) -> tuple[dist.Store, Callable[[], None]]:
+    """Return the part of the agent's store for this start, and what rank 0 calls while it waits.
+
+    The store still has the addresses of processes that are gone, which a new process that comes
+    before its peers would take for theirs. So rank 0 chooses a part that nobody has written to, and
+    the others ask it.
     """
+    if world.rank == 0:
+        session, answered = secrets.token_hex(), 0
+
+        def answer() -> None:
+            nonlocal answered
+            asked = store.add("sessions asked for", 0)
+            for number in range(answered + 1, asked + 1):
+                store.set(f"session for {number}", session)
+            answered = asked
+
+        return dist.PrefixStore(session, store), answer
+    # Each process asks under a new number, so that the answer is for this process and not for one
+    # of an earlier start.
+    key = f"session for {store.add('sessions asked for', 1)}"
+    if _wait(lambda: store.check([key]), deadline, world):
+        store = dist.PrefixStore(store.get(key).decode(), store)
+    return store, _do_nothing
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _post_card(store: dist.Store, world: World, card: Card) -> str:
+    """Post this process's card; return the problem if it does not take part, or another has it."""
     if card["problem"]:
-        problem = f"Rank {world.rank} ({_name(card)}) does not come: {card['problem']}"
-    else:
-        text = json.dumps(card, sort_keys=True)
-        posted = store.compare_set(f"rank {world.rank}", "", text).decode()
-        if posted == text:
-            return
-        problem = (
-            f"Two processes are rank {world.rank}: {_name(json.loads(posted))} and {_name(card)}."
-            f" RANK is set twice alike, or two runs share {world.meeting_point}. Give every process"
-            " a rank of its own and every run a port of its own."
-        )
-    store.set("problem", problem)
-    if world.rank or not card["problem"]:  # rank 0 tells the others first
-        raise LaunchError(problem)
+        return f"Rank {world.rank} ({_name(card)}) does not come: {card['problem']}"
+    text = json.dumps(card, sort_keys=True, default=str)
+    posted = store.compare_set(f"rank {world.rank}", "", text).decode()
+    if posted == text:
+        return ""
+    return (
+        f"Two processes are rank {world.rank}: {_name(json.loads(posted))} and {_name(card)}."
+        f" RANK is set twice alike, or two runs share {world.meeting_point}. Give every process"
+        " a rank of its own and every run a port of its own."
+    )
 
 
-def _check_ranks(store: dist.Store, world: World, deadline: float) -> str:
-    """Wait for all ranks' cards and compare them; return the problem, empty if there is none."""
-    ranks = range(world.world_size)
+def _collect_cards(
+    store: dist.Store, world: World, deadline: float, answer: Callable[[], None]
+) -> dict[int, Card]:
+    """Wait for all ranks' cards, or a problem; return those that came."""
+    keys = [f"rank {rank}" for rank in range(world.world_size)]
+
+    def is_done() -> bool:
+        answer()
+        return store.check(keys) or store.check(["problem"])
+
     with explained(f"Not all of {world.world_size} ranks have come to {world.meeting_point}"):
-        is_complete = _wait(
-            lambda: store.check([f"rank {r}" for r in ranks]) or store.check(["problem"]),
-            deadline,
-            world,
-        )
-    if store.check(["problem"]):
-        return store.get("problem").decode()
-    present = [r for r in ranks if store.check([f"rank {r}"])]
-    cards = {r: json.loads(store.get(f"rank {r}")) for r in present}
-    if not is_complete:
-        missing = [r for r in ranks if r not in cards]
+        _wait(is_done, deadline, world)
+    return {r: json.loads(store.get(key)) for r, key in enumerate(keys) if store.check([key])}
+
+
+def _compare(cards: dict[int, Card], world: World) -> str:
+    """Return which ranks are missing, or the first difference that must not be; else ""."""
+    missing = [rank for rank in range(world.world_size) if rank not in cards]
+    if missing:
         hosts = sorted({str(card["host"]) for card in cards.values()})
         return (
             f"Ranks {missing} of {world.world_size} ({world.because('world_size')}) did not come to"
-            f" {world.meeting_point} in time; ranks {present} did, from {', '.join(hosts)}. Look at"
-            " the output of the missing ones, or start fewer."
+            f" {world.meeting_point} in time; ranks {sorted(cards)} did, from {', '.join(hosts)}."
+            " Look at the output of the missing ones, or start fewer."
         )
-    return _compare(cards)
-
-
-def _compare(cards: dict[int, dict[str, object]]) -> str:
-    """Return the first difference between ``cards``, by rank, that must not be; empty if none."""
     first = cards[0]
     for rank, card in cards.items():
         for item in _COMMON_ITEMS:
@@ -158,8 +204,7 @@ def _compare(cards: dict[int, dict[str, object]]) -> str:
 def _wait_for_verdict(store: dist.Store, world: World, deadline: float) -> str:
     """Wait for rank 0's verdict; return the problem, empty if there is none."""
     with explained(f"Rank {world.rank} waits for the other ranks at {world.meeting_point}"):
-        # Rank 0 has the same deadline and then names the missing ranks, which takes it a moment.
-        if not _wait(lambda: store.check(["verdict"]), deadline + 5, world):
+        if not _wait(lambda: store.check(["verdict"]), deadline + _ANSWER_S, world):
             return (
                 f"Rank 0 at {world.meeting_point} did not answer rank {world.rank}. Rank 0's output"
                 " says why."
@@ -186,7 +231,7 @@ def _wait(is_done: Callable[[], bool], deadline: float, world: World) -> bool:
     return True
 
 
-def _name(card: dict[str, object]) -> str:
+def _name(card: Card) -> str:
     return f"process {card['pid']} on {card['host']}"
 
 

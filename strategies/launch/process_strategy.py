@@ -321,9 +321,7 @@ class ProcessStrategy(ParallelStrategy):
         self._process_group_backend = self.world.backend
         device = self.root_device if self.root_device.type != "cpu" else None
         with end_with_parent(self.world):
-            start_process_group(
-                self.world, self.world.backend, self._timeout, self._start_timeout, device
-            )
+            start_process_group(self.world, self._timeout, self._start_timeout, device)
         assert self.lightning_module is not None
         self._signals = AgreedSignals.take_over(self.lightning_module.trainer)
 

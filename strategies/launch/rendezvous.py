@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import multiprocessing.util
 import os
-import signal
 import socket
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,11 +17,8 @@ from torch.distributed.distributed_c10d import _abort_process_group
 
 from .detect import detect
 from .host import visible_devices
-from .preflight import describe_process, explained, roll_call
-from .store_session import join_session
+from .preflight import Card, describe_process, explained, roll_call, uses_agent_store
 from .world import LOOPBACK, LaunchError, World
-
-_log = logging.getLogger(__name__)
 
 _RESOLVE_S = 10.0  # names of new pods and hosts can take seconds to appear
 _REFUSE_S = 30.0  # to find rank 0, which may start later
@@ -37,7 +30,6 @@ class _Group:
     """The process group that this module has started, with its arguments."""
 
     world: World
-    backend: str
     timeout: timedelta
     device: torch.device | None
     store: dist.Store
@@ -72,17 +64,22 @@ def refuse(error: LaunchError, start_timeout: timedelta) -> None:
     """
     if error.world is None or error.world.world_size == 1 or dist.is_initialized():
         return
-    timeout = min(start_timeout, timedelta(seconds=_REFUSE_S))
-    with suppress(RuntimeError):  # rank 0 is not there, or has heard of another problem
-        store = dist.PrefixStore(f"zero3 {next(_starts)}", open_store(error.world, timeout))
-        card = describe_process(error.world, "", str(error))
-        deadline = time.monotonic() + timeout.total_seconds()
-        roll_call(dist.PrefixStore("roll call", store), error.world, card, deadline)
+    with suppress(RuntimeError):  # rank 0 is not there
+        card = describe_process(error.world, str(error))
+        meet(error.world, card, min(start_timeout, timedelta(seconds=_REFUSE_S)))
+
+
+def meet(world: World, card: Card, timeout: timedelta) -> tuple[str, dict[int, Card], dist.Store]:
+    """Hold a roll call where the record says; return as :func:`.roll_call` does."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    # hazard: a store outlives its groups, and a new group would read the addresses of an old one;
+    # so each start has a prefix of its own
+    store = dist.PrefixStore(f"zero3 {next(_starts)}", open_store(world, timeout))
+    return roll_call(store, world, card, deadline)
 
 
 def start_process_group(
     world: World,
-    backend: str,
     timeout: timedelta,
     start_timeout: timedelta,
     device: torch.device | None = None,
@@ -91,7 +88,6 @@ def start_process_group(
 
     Args:
         world: this process's record.
-        backend: backend of the group.
         timeout: timeout of collectives.
         start_timeout: how long to wait for the other processes.
         device: device of this rank; with it NCCL connects at once, not in the first collective.
@@ -104,28 +100,25 @@ def start_process_group(
     _world = world
     if dist.is_initialized():
         _require_same_place(world)
-        if _group is None or (_group.backend, _group.timeout, _group.device) == (
-            backend,
+        if _group is None or (_group.world.backend, _group.timeout, _group.device) == (
+            world.backend,
             timeout,
             device,
         ):
             return
         end_process_group()
-    deadline = time.monotonic() + start_timeout.total_seconds()
-    # hazard: a store outlives its groups, and a new group would read the addresses of an old one;
-    # so each start has a prefix of its own
-    store = dist.PrefixStore(f"zero3 {next(_starts)}", open_store(world, start_timeout))
-    card = describe_process(world, backend)
-    roll_call(dist.PrefixStore("roll call", store), world, card, deadline)
+    problem, _, store = meet(world, describe_process(world), start_timeout)
+    if problem:
+        raise LaunchError(problem)
     dist.init_process_group(
-        backend,
+        world.backend,
         store=store,
         rank=world.rank,
         world_size=world.world_size,
         timeout=timeout,
         device_id=device,
     )
-    _group = _Group(world, backend, timeout, device, store)
+    _group = _Group(world, timeout, device, store)
     if world.world_size > 1:  # for tools of the user's; torchrun has set them already
         os.environ.update(MASTER_ADDR=world.main_address, MASTER_PORT=str(world.main_port))
     # Unlike `atexit`, `Finalize` also runs at the end of forked processes.
@@ -153,39 +146,23 @@ def end_process_group(failed: bool = False) -> None:
     group, _group = _group, None
     if group is None or not dist.is_initialized():
         return
-    with _without_interrupts():
-        if failed and group.backend == "nccl":
-            _abort_process_group()
-        else:
-            dist.destroy_process_group()
-        if not failed:
-            _say_farewell(group)
+    if failed and group.world.backend == "nccl":
+        _abort_process_group()
+    else:
+        dist.destroy_process_group()
+    if not failed:
+        _say_farewell(group)
 
 
 def _say_farewell(group: _Group) -> None:
     """Let rank 0, which serves the store, leave last; a dead peer delays it for at most 5 s."""
     world, store = group.world, group.store
-    try:
+    with suppress(RuntimeError):  # the store is gone already
         left = store.add("left", 1)
         deadline = time.monotonic() + _FAREWELL_S
         while world.rank == 0 and left < world.world_size and time.monotonic() < deadline:
             time.sleep(0.01)
             left = store.add("left", 0)
-    except RuntimeError:
-        _log.debug("The store was gone already.")
-
-
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C in a block: a second one must not leave half of the groups."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous or signal.SIG_DFL)
 
 
 # ---- the store -----------------------------------------------------------------------------------
@@ -229,12 +206,11 @@ def open_store(world: World, timeout: timedelta) -> dist.Store:
         _stores.setdefault(place, dist.HashStore())
     if place not in _stores:
         _require_resolvable(world)
-        is_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
         try:
             with explained(
                 f"Rank {world.rank} has not reached rank 0 at {world.meeting_point} yet"
             ):
-                is_server = world.rank == 0 and not is_agent_store
+                is_server = world.rank == 0 and not uses_agent_store()
                 if is_server and listener is None:
                     # torch listens on all interfaces. If the port is taken, it says so.
                     with suppress(OSError):
@@ -250,8 +226,6 @@ def open_store(world: World, timeout: timedelta) -> dist.Store:
                     master_listen_fd=listener.detach() if listener is not None else None,
                 )
                 store.set_timeout(timeout)
-                if is_agent_store:
-                    store = join_session(store, world.rank, world.world_size, timeout)
         except RuntimeError as error:  # torch's network errors
             raise LaunchError(_explain_network_error(world, str(error), timeout)) from error
         _stores[place] = store

@@ -6,9 +6,9 @@ Nothing here reads a clock or starts a thread.
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from .position import Activity, Place
 
@@ -24,9 +24,6 @@ class Beat:
 
     Attributes:
         number: number of the report, from 1.
-        machine: name of its machine, see :func:`~.position.machine`.
-        pid: id of its process.
-        descriptor: descriptor of its :class:`~.position.Position` in that process.
         place: where the rank is.
         busy: share of the last second in which it did not wait for other ranks, 0 to 1.
         waits: where it waited at the end of that second: ENGINE, ELSEWHERE or "".
@@ -36,9 +33,6 @@ class Beat:
     """
 
     number: int
-    machine: str
-    pid: int
-    descriptor: int
     place: Place
     busy: float
     waits: str
@@ -47,35 +41,13 @@ class Beat:
 
     def pack(self) -> str:
         """Return this beat as JSON."""
-        return json.dumps(asdict(self))
+        return json.dumps(astuple(self))
 
     @staticmethod
-    def unpack(text: str | bytes) -> Beat:
-        """Return the beat that :meth:`pack` made ``text`` of.
-
-        Raises:
-            ValueError: it made none of that.
-        """
-        try:
-            fields = json.loads(text)
-            place = fields.pop("place")
-            place = Place(**{**place, "activity": Activity(place["activity"])})
-            beat = Beat(place=place, **fields)
-        except (AttributeError, KeyError, RecursionError, TypeError) as error:
-            raise ValueError("it has other items than a beat") from error
-        numbers = beat.number, beat.pid, beat.descriptor, place.step, place.unit, place.exchanges
-        texts = beat.machine, beat.waits, beat.code
-        if not (
-            all(type(number) is int and -1 <= number < 2**63 for number in numbers)
-            and max(beat.pid, beat.descriptor) < 2**31
-            and type(beat.busy) in (int, float)
-            and all(type(text) is str for text in texts)
-            and beat.machine.split()
-            and type(beat.trace) is list
-            and all(type(label) is int for label in beat.trace)
-        ):
-            raise ValueError("its items are other ones than a beat's")
-        return beat
+    def unpack(text: str) -> Beat:
+        """Return the beat that :meth:`pack` made ``text`` of."""
+        number, (activity, *place), *others = json.loads(text)
+        return Beat(number, Place(Activity(activity), *place), *others)
 
 
 def align_traces(beats: Sequence[Beat]) -> list[list[int]]:
@@ -87,83 +59,56 @@ def align_traces(beats: Sequence[Beat]) -> list[list[int]]:
     return [beat.trace[1:] if beat.trace[:1] == window != [-1] else [] for beat in beats]
 
 
-class _StillCounter:
-    """Counts the reports of every rank since something changed."""
+class Standstill:
+    """Finds ranks that wait for each other, though no process is gone.
 
-    def __init__(self) -> None:
-        self._state: Hashable = None
-        self._numbers: list[int] = []
-        self._count = 0
-
-    def count(self, state: Hashable, beats: Sequence[Beat]) -> int:
-        """Return how often all ranks have reported again since ``state`` changed.
-
-        A rank that has ended sends no more reports and is not waited for.
-        """
-        numbers = [b.number for b in beats]
-        if state != self._state:
-            self._count, self._state, self._numbers = 0, state, numbers
-        elif all(
-            n > m or b.place.activity == Activity.ENDED
-            for n, m, b in zip(numbers, self._numbers, beats, strict=True)
-        ):
-            self._count, self._numbers = self._count + 1, numbers
-        return self._count
-
-
-class Deadlock:
-    """Finds ranks that wait for each other for ever, though no process is gone.
-
-    Such ranks run different things.
+    Those that can never meet, because they run different things, are a deadlock. Those that all
+    wait outside the engine, and not at one place, perhaps wait for ever, but different lines may
+    belong to one exchange.
     """
 
-    def __init__(self) -> None:
-        self._still = _StillCounter()
+    def __init__(self, seconds: float) -> None:
+        self._beats = max(_STUCK_BEATS, round(seconds))
+        self._state: list[Hashable] = []
+        self._numbers: list[int] = []
+        self._count = 0  # how often all ranks have reported again since one moved
 
-    def find(self, beats: Sequence[Beat]) -> tuple[int, int] | None:
-        """Return a rank that waits in the engine and one that can never join it, or None.
+    def find(
+        self, beats: Sequence[Beat], unit_name: Callable[[int], str]
+    ) -> tuple[int, int] | str | None:
+        """Return what was found in the newest reports.
 
-        The second waits outside the engine or has ended.
+        Returns:
+            of a deadlock a rank that waits in the engine and one that can never join it, which
+            waits elsewhere or has ended; or a warning, once for each standstill; or None.
         """
-        moving = any(b.busy > 0 and b.place.activity != Activity.ENDED for b in beats)
-        state = (moving, *((b.place, b.waits) for b in beats))
-        if self._still.count(state, beats) < _STUCK_BEATS or moving:
+        state: list[Hashable] = [(b.place, b.waits, b.code) for b in beats]
+        numbers = [b.number for b in beats]
+        has_ended = [b.place.activity == Activity.ENDED for b in beats]
+        is_moving = any(b.busy > 0 and not e for b, e in zip(beats, has_ended, strict=True))
+        if is_moving or state != self._state:
+            self._count, self._state, self._numbers = 0, state, numbers
+        # A rank that has ended sends no more reports and is not waited for.
+        if not all(n > m or e for n, m, e in zip(numbers, self._numbers, has_ended, strict=True)):
+            return None
+        self._count, self._numbers = self._count + 1, numbers
+        if self._count < _STUCK_BEATS:
             return None
         # A rank that waits outside the engine cannot start an exchange until the others get there.
         inside = [(b.place.exchanges, r) for r, b in enumerate(beats) if b.waits == ENGINE]
         outside = [
             (b.place.exchanges, r)
             for r, b in enumerate(beats)
-            if b.waits == ELSEWHERE or b.place.activity == Activity.ENDED
+            if b.waits == ELSEWHERE or has_ended[r]
         ]
         if inside and outside and max(inside)[0] > min(outside)[0]:
             return max(inside)[1], min(outside)[1]
-        return None
-
-
-class Standstill:
-    """Finds ranks that all wait outside the engine, and not at one place.
-
-    Perhaps they wait for ever, but different lines may belong to one exchange.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._beats, self._still = max(_STUCK_BEATS, round(seconds)), _StillCounter()
-        self._reported_state: Hashable = None
-
-    def find(self, beats: Sequence[Beat], unit_name: Callable[[int], str]) -> str | None:
-        """Return a warning, once for each standstill, else None."""
-        all_wait = all(b.waits == ELSEWHERE and b.busy == 0 for b in beats)
-        state = (all_wait, *((b.place, b.code) for b in beats))
-        count = self._still.count(state, beats)
-        if count < self._beats or not all_wait or state == self._reported_state:
+        if self._count != self._beats or any(b.waits != ELSEWHERE for b in beats):
             return None
-        self._reported_state = state
         ranks: dict[str, list[str]] = {}
         for rank, beat in enumerate(beats):
-            ranks.setdefault(f"{beat.place.describe(unit_name)} ({beat.code})", []).append(
-                str(rank)
-            )
+            place = f"{beat.place.describe(unit_name)} ({beat.code})"
+            ranks.setdefault(place, []).append(str(rank))
         if len(ranks) == 1:
             return None
         where = "; ".join(
@@ -203,8 +148,13 @@ class Straggler:
             return None
         self._slow_rank = slowest
         # Only what it did while the others waited counts.
-        weights = [max(0.0, _lead(busy, slowest)) for busy in history]
-        where = _most_frequent_place([b[slowest] for b in self._history], weights, unit_name)
+        places: defaultdict[str, float] = defaultdict(float)
+        for moment, busy in zip(self._history, history, strict=True):
+            beat = moment[slowest]
+            code = f" ({beat.code})" if beat.code else ""
+            where = beat.place.describe_activity(unit_name) + code
+            places[where] += max(0.0, _lead(busy, slowest))
+        where = max(places, key=places.__getitem__)
         step = beats[slowest].place.step
         now = f"; it is at step {step} now" if step >= 0 else ""
         return (
@@ -212,16 +162,6 @@ class Straggler:
             f" {shares[slowest]:.0%} of the time, the others {shares[slowest] - lead:.0%}. While"
             f" they waited it was most often in {where}{now}."
         )
-
-
-def _most_frequent_place(
-    beats: list[Beat], weights: list[float], unit_name: Callable[[int], str]
-) -> str:
-    totals: dict[str, float] = {}
-    for beat, weight in zip(beats, weights, strict=True):
-        place = beat.place.describe_activity(unit_name) + (f" ({beat.code})" if beat.code else "")
-        totals[place] = totals.get(place, 0.0) + weight
-    return max(totals, key=totals.__getitem__)
 
 
 def _lead(shares: list[float], rank: int) -> float:

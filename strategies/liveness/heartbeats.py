@@ -1,45 +1,33 @@
-"""Reports that ranks send each other through the store once a second.
+"""Reports that ranks send each other through the store once a second, signed with the run's key.
 
 A thread of their own sends them, because it may have to wait for the store.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
-from typing import Any, TypeVar
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from ..support import printable
 from .diagnosis import Beat
 
-T = TypeVar("T")
 BEAT_S = 1.0
 # A rank that has looked at nothing for so long was stopped (Ctrl-Z), and perhaps all ranks were.
 SUSPENDED_S = 5 * BEAT_S
 
 
-@dataclass(frozen=True)
-class Report:
-    """The newest beat of a rank, with times of this rank's monotonic clock in seconds.
-
-    Attributes:
-        beat: what the rank reported.
-        since: when this rank first read that beat.
-        read: when this rank last read the store.
-    """
+class Report(NamedTuple):
+    """The newest beat of a rank, and when this rank first read it, by its monotonic clock."""
 
     beat: Beat
     since: float
-    read: float
 
 
 def first_line(error: BaseException) -> str:
@@ -54,26 +42,18 @@ def print_error(text: str) -> None:
         print(printable(text, kept="\n"), file=sys.stderr, flush=True)
 
 
-def read_verdict(text: str | bytes, world_size: int) -> dict[str, Any]:
-    """Return the verdict in ``text``, as :meth:`Reports.send_verdict` has sent it.
+class Verdict(NamedTuple):
+    """Why the run ends.
 
-    Raises:
-        ValueError: it is none.
+    Attributes:
+        rank: the rank that is the cause; -1 for no single one.
+        text: the cause in words.
+        stuck: no rank can raise by itself, as all wait for ever: processes end at once.
     """
-    try:
-        verdict = json.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    if (
-        type(verdict) is not dict
-        or not {"rank", "text"} <= verdict.keys() <= {"rank", "text", "stuck"}
-        or type(verdict["rank"]) is not int
-        or not -1 <= verdict["rank"] < world_size
-        or type(verdict["text"]) is not str
-        or type(verdict.get("stuck", False)) is not bool
-    ):
-        raise ValueError("it is no verdict")
-    return verdict
+
+    rank: int
+    text: str
+    stuck: bool = False
 
 
 class Reports:
@@ -83,23 +63,20 @@ class Reports:
         store: keys and values of this run alone.
         rank: this rank.
         world_size: number of ranks.
-        make_beat: makes a beat of this rank; called on the thread that sends.
+        key: what all ranks know and nobody else; what it has not signed is dropped, and told once.
 
     Attributes:
         newest: rank -> its report; only rank 0's, except on rank 0 or after :meth:`request_all`.
         verdict: why the run ends, as the first rank that knew it has sent it; else None.
-        answered: when the store answered last, in seconds of the monotonic clock.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, world_size: int, make_beat: Callable[[], Beat]
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, key: str) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
-        self._make_beat = make_beat
+        self._key = key.encode()
         self.newest: dict[int, Report] = {}
-        self.verdict: dict[str, Any] | None = None
-        self.answered = time.monotonic()
-        self._own_verdict: str | None = None  # JSON of a verdict that this rank sends
+        self.verdict: Verdict | None = None
+        self._own = ""  # the newest beat of this rank
+        self._own_verdict = ""  # a verdict that this rank sends
         self._misfits: set[str] = set()  # keys under which something else stood
         self._needs_all = rank == 0
         self._wake_event, self._is_stopping = threading.Event(), False
@@ -108,9 +85,14 @@ class Reports:
         )
         self._thread.start()
 
-    def send_verdict(self, verdict: dict[str, Any]) -> None:
+    def send(self, beat: Beat) -> None:
+        """Send ``beat`` to the other ranks."""
+        self._own = self.sign(str(self._rank), beat.pack())
+        self._wake_event.set()
+
+    def send_verdict(self, verdict: Verdict) -> None:
         """Send ``verdict`` to the other ranks, unless one of them has sent another first."""
-        self._own_verdict = json.dumps(verdict)
+        self._own_verdict = self.sign("verdict", json.dumps(verdict))
         self._wake_event.set()
 
     def request_all(self) -> None:
@@ -119,99 +101,74 @@ class Reports:
         self._wake_event.set()
 
     def stop(self) -> None:
-        """Send a last beat and end the thread."""
+        """Send what is not sent yet and end the thread."""
         self._is_stopping = True
         self._wake_event.set()
         self._thread.join(2 * BEAT_S)
 
     def _run(self) -> None:
-        try:
-            self._report()
-        except Exception as error:
-            # The error is this thread's. The other ranks, which hear no more, would take the
-            # process or the store for gone.
-            if self.verdict is None and not self._is_stopping:
-                reason = (
-                    f"its watch (not its model) raised {first_line(error)!r}; its own output says"
-                    " where"
-                )
-                self.verdict = {
-                    "rank": self._rank,
-                    "text": f"Rank {self._rank} has stopped reporting: {reason}.",
-                }
-                with suppress(RuntimeError):
-                    verdict = self._own_verdict or json.dumps(self.verdict)
-                    self._store.compare_set("verdict", "", verdict)
-            raise
-
-    def _report(self) -> None:
-        beat = self._make_beat().pack()
-        # Some ranks come later, or the store is gone: the loop below asks again.
-        with suppress(RuntimeError):
-            self._store.set(str(self._rank), beat)
-            self._store.wait(
-                [str(rank) for rank in range(self._world_size)], timedelta(seconds=BEAT_S)
-            )
         last = False
         while not last:
-            # Outside of the `try`: errors in making a beat are no errors of the store.
-            last, beat = self._is_stopping, self._make_beat().pack()
+            self._wake_event.wait(BEAT_S)
+            self._wake_event.clear()
+            last = self._is_stopping
             try:
-                self._exchange_reports(beat)
-                self.answered = time.monotonic()
+                self._exchange()
             except dist.DistNetworkError:
-                # The store is gone for good. `answered` says so without torch's log of each
-                # attempt to connect.
+                # The store is gone for good. The silence of all says so, without torch's log of
+                # each attempt to connect.
                 return
             except RuntimeError:
                 pass  # of the store
-            if not last:
-                self._wake_event.wait(BEAT_S)
-                self._wake_event.clear()
 
-    def _exchange_reports(self, beat: str) -> None:
-        self._store.set(str(self._rank), beat)
-        if self._own_verdict is not None:
-            self._store.compare_set("verdict", "", self._own_verdict)
-        if self.verdict is None and self._store.check(["verdict"]):
-            value = self._store.get("verdict")
-            self.verdict = self._read(
-                "verdict", value, partial(read_verdict, world_size=self._world_size)
-            )
-            if self.verdict is None and self._own_verdict is not None:
-                self._store.set("verdict", self._own_verdict)
-        keys = [str(rank) for rank in range(self._world_size)]
-        has_all = len(self.newest) == self._world_size
+    def _exchange(self) -> None:
+        store = self._store
+        if self._own:
+            store.set(str(self._rank), self._own)
+        if self._own_verdict:
+            store.compare_set("verdict", "", self._own_verdict)
+        if self.verdict is None and store.check(["verdict"]):
+            if text := self._read("verdict", store.get("verdict")):
+                self.verdict = Verdict(*json.loads(text))
+            elif self._own_verdict:
+                store.set("verdict", self._own_verdict)
+        keys = [str(rank) for rank in range(self._world_size if self._needs_all else 1)]
         # hazard: `get` of a key that no rank has set yet waits.
-        if not has_all and not self._store.check(keys):
+        if not store.check(keys):
             return
-        wanted = keys if self._needs_all or not has_all else keys[:1]
         values = (
-            self._store.multi_get(wanted)
-            if self._store.has_extended_api()  # type: ignore[attr-defined]  # the stub lacks it
-            else map(self._store.get, wanted)
+            store.multi_get(keys)
+            if store.has_extended_api()  # type: ignore[attr-defined]  # the stub lacks it
+            else map(store.get, keys)
         )
-        for key, value in zip(wanted, values, strict=True):
-            if (found := self._read(key, value, Beat.unpack)) is not None:
-                self._keep(int(key), found)
+        for rank, value in enumerate(values):
+            if text := self._read(str(rank), value):
+                self._keep(rank, Beat.unpack(text))
 
-    def _read(self, key: str, value: bytes, unpack: Callable[[bytes], T]) -> T | None:
-        """Return what ``value`` says; None, told once, if it is no message of this package."""
-        try:
-            return unpack(value)
-        except ValueError as error:
-            if key not in self._misfits:
-                self._misfits.add(key)
-                print_error(
-                    f"What stands under {key!r} in the store is no message of the watch, and is"
-                    f" dropped ({error}): {value[:60]!r}"
-                )
-            return None
+    def sign(self, key: str, text: str) -> str:
+        """Return ``text``, which will stand under ``key``, after its signature."""
+        signature = hmac.new(self._key, f"{key} {text}".encode(), "sha256").hexdigest()
+        return f"{signature} {text}"
+
+    def _read(self, key: str, value: bytes) -> str:
+        """Return the text that a rank has signed; empty, and told once, if none has."""
+        text = value.partition(b" ")[2].decode(errors="replace")
+        if hmac.compare_digest(value, self.sign(key, text).encode()):
+            return text
+        if key not in self._misfits:
+            self._misfits.add(key)
+            print_error(
+                f"What stands under {key!r} in the store is no message of the watch, and is"
+                f" dropped: {value[:60]!r}"
+            )
+        return ""
 
     def _keep(self, rank: int, beat: Beat) -> None:
-        now, known = time.monotonic(), self.newest.get(rank)
-        since = known.since if known is not None and known.beat.number == beat.number else now
-        # This process was stopped, and the other perhaps too: its silence counts from now on.
-        if known is not None and now - known.read > SUSPENDED_S:
-            since = now
-        self.newest[rank] = Report(beat, since, now)
+        known = self.newest.get(rank)
+        if known is None or known.beat.number != beat.number:
+            self.newest[rank] = Report(beat, time.monotonic())
+
+    def forgive(self, now: float) -> None:
+        """Count all silences from ``now`` on: this process was stopped, and others perhaps too."""
+        for rank, report in list(self.newest.items()):
+            self.newest[rank] = report._replace(since=now)

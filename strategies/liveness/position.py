@@ -8,12 +8,14 @@ from __future__ import annotations
 import enum
 import mmap
 import os
+import secrets
 import select
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _BYTES = mmap.PAGESIZE
 # Indices of int64 cells at the begin of the memory.
@@ -22,40 +24,32 @@ _MESSAGE_START = 64  # bytes
 
 
 class Activity(enum.IntEnum):
-    """What a rank does, as far as the strategy can see."""
+    """What a rank does, as far as the strategy can see: numbers, each with its words."""
 
-    SETUP = 0
-    BETWEEN = 1
-    FORWARD = 2
-    BACKWARD = 3
-    OPTIMIZER = 4
-    VALIDATION = 5
-    TEST = 6
-    PREDICT = 7
-    SAVING = 8
-    LOADING = 9
-    ENDED = 10
-    BETWEEN_VALIDATION = 11
-    BETWEEN_TEST = 12
-    BETWEEN_PREDICT = 13
+    words: str
+
+    SETUP = "set-up"
+    BETWEEN = "the loop between steps (loading data, callbacks)"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "the optimizer step"
+    VALIDATION = "validation"
+    TEST = "test"
+    PREDICT = "predict"
+    SAVING = "saving a checkpoint"
+    LOADING = "loading a checkpoint"
+    ENDED = "the end of its run"
+    BETWEEN_VALIDATION = "validation, between batches (loading data, hooks)"
+    BETWEEN_TEST = "test, between batches (loading data, hooks)"
+    BETWEEN_PREDICT = "predict, between batches (loading data, hooks)"
+
+    def __new__(cls, words: str) -> Activity:
+        """Make the member, an int that counts them from 0."""
+        member = int.__new__(cls, len(cls.__members__))
+        member._value_, member.words = int(member), words
+        return member
 
 
-_ACTIVITY_NAMES = {
-    Activity.SETUP: "set-up",
-    Activity.BETWEEN: "the loop between steps (loading data, callbacks)",
-    Activity.FORWARD: "forward",
-    Activity.BACKWARD: "backward",
-    Activity.OPTIMIZER: "the optimizer step",
-    Activity.VALIDATION: "validation",
-    Activity.TEST: "test",
-    Activity.PREDICT: "predict",
-    Activity.SAVING: "saving a checkpoint",
-    Activity.LOADING: "loading a checkpoint",
-    Activity.ENDED: "the end of its run",
-    Activity.BETWEEN_VALIDATION: "validation, between batches (loading data, hooks)",
-    Activity.BETWEEN_TEST: "test, between batches (loading data, hooks)",
-    Activity.BETWEEN_PREDICT: "predict, between batches (loading data, hooks)",
-}
 _RUNS_UNITS = (
     Activity.FORWARD,
     Activity.BACKWARD,
@@ -85,9 +79,7 @@ class Place:
     def describe_activity(self, unit_name: Callable[[int], str]) -> str:
         """Return the activity and the unit in words."""
         running = self.unit >= 0 and self.activity in _RUNS_UNITS
-        return _ACTIVITY_NAMES[self.activity] + (
-            f", unit {unit_name(self.unit)}" if running else ""
-        )
+        return self.activity.words + (f", unit {unit_name(self.unit)}" if running else "")
 
     def describe(self, unit_name: Callable[[int], str]) -> str:
         """Return the activity, the unit and the step in words."""
@@ -97,7 +89,7 @@ class Place:
     @property
     def moment(self) -> str:
         """The step in words, or the activity in a run without training."""
-        return f"step {self.step}" if self.step >= 0 else _ACTIVITY_NAMES[self.activity]
+        return f"step {self.step}" if self.step >= 0 else self.activity.words
 
 
 class Position:
@@ -127,7 +119,7 @@ class Position:
     @property
     def activity(self) -> Activity:
         """What this rank does."""
-        return Activity(self.cells[_ACTIVITY])
+        return Activity(self.cells[_ACTIVITY])  # type: ignore[arg-type]  # of the members' numbers
 
     @activity.setter
     def activity(self, activity: Activity) -> None:
@@ -153,10 +145,11 @@ class Position:
 
 
 def _read_place(cells: memoryview) -> Place:
-    return Place(Activity(cells[_ACTIVITY]), cells[_STEP], cells[_UNIT], cells[_EXCHANGES])
+    activity = Activity(cells[_ACTIVITY])  # type: ignore[arg-type]  # see above
+    return Place(activity, cells[_STEP], cells[_UNIT], cells[_EXCHANGES])
 
 
-def machine() -> str:
+def _machine() -> str:
     """Name this machine; two processes get the same name if they see each other's process ids."""
     with suppress(OSError):
         # The host name alone is not enough: hosts may share one.
@@ -165,48 +158,56 @@ def machine() -> str:
     return f"{socket.gethostname()} {os.getpid()}"
 
 
+class Card(NamedTuple):
+    """Where a rank is to be found, which the ranks tell each other before they watch.
+
+    Attributes:
+        key: a secret of the run, of which rank 0's counts.
+        machine: name of its machine, by which processes know those whose end they can see.
+        pid: id of its process.
+        descriptor: descriptor of its :class:`Position` in that process.
+    """
+
+    key: str
+    machine: str
+    pid: int
+    descriptor: int
+
+    @staticmethod
+    def of(position: Position) -> Card:
+        """Return this process's card."""
+        return Card(secrets.token_hex(), _machine(), os.getpid(), position.descriptor)
+
+
 class Neighbour:
     """Another rank's process on this machine.
 
     Args:
-        pid: id of the process.
-        descriptor: descriptor of its :class:`Position` in that process.
-        place: its place when it reported ``pid`` and ``descriptor``; used if its memory cannot be
-            read because the process has ended since.
+        card: of that rank, whose process still runs.
 
     Raises:
-        ProcessLookupError: the process has ended and its parent has reaped it.
-        OSError: the system has no ``pidfd_open``.
+        AttributeError, OSError, ValueError: the process cannot be looked into, or the system has no
+            ``pidfd_open``.
     """
 
-    _memory: bytes | mmap.mmap  # empty if it cannot be read
-
-    def __init__(self, pid: int, descriptor: int, place: Place) -> None:
-        if not hasattr(os, "pidfd_open"):
-            raise OSError("pidfd_open needs Linux 5.3")
-        self.descriptor = os.pidfd_open(pid)  # becomes readable when the process has ended
-        self._place, self._memory = place, b""
-        # The descriptor may lead to another file, too small to map, or to none, if the process has
-        # ended meanwhile.
-        with suppress(OSError, ValueError):
-            memory = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY)
-            try:
-                self._memory = mmap.mmap(memory, _BYTES, prot=mmap.PROT_READ)
-            finally:
-                os.close(memory)
+    def __init__(self, card: Card) -> None:
+        memory = os.open(f"/proc/{card.pid}/fd/{card.descriptor}", os.O_RDONLY)
+        try:
+            self._memory = mmap.mmap(memory, _BYTES, prot=mmap.PROT_READ)
+        finally:
+            os.close(memory)
+        self._cells = memoryview(self._memory).cast("q")
+        self.descriptor = os.pidfd_open(card.pid)  # becomes readable when the process has ended
 
     @property
-    def message(self) -> str | None:
-        """The message it left; empty if it left none, None if its memory cannot be read."""
-        if not self._memory:
-            return None
-        length = memoryview(self._memory).cast("q")[_MESSAGE_LENGTH]
-        message = self._memory[_MESSAGE_START : _MESSAGE_START + length]
-        return message.decode(errors="replace")
+    def message(self) -> str:
+        """The message it left; empty if it left none."""
+        end = _MESSAGE_START + self._cells[_MESSAGE_LENGTH]
+        return self._memory[_MESSAGE_START:end].decode(errors="replace")
 
     def place(self) -> Place:
         """Return its place of this moment, or the last one if the process has ended."""
-        return _read_place(memoryview(self._memory).cast("q")) if self._memory else self._place
+        return _read_place(self._cells)
 
     @property
     def has_ended(self) -> bool:
@@ -218,5 +219,3 @@ class Neighbour:
     def close(self) -> None:
         """Stop watching the process."""
         os.close(self.descriptor)
-        if isinstance(self._memory, mmap.mmap):
-            self._memory.close()  # the map has a descriptor of its own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
+import hashlib
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -19,7 +19,7 @@ from typing_extensions import override
 from ..collectives import DivergenceError, Meeting
 from ..engine import Zero3Engine, compare_notes
 from ..launch.process_strategy import ProcessStrategy
-from .position import Activity
+from .position import Activity, Card, Position
 from .watchdog import Watch, WatchOptions
 
 # Method of the strategy -> what a rank does in it.
@@ -89,14 +89,16 @@ class WatchedStrategy(ProcessStrategy):
             or dist.get_world_size() == 1
         ):
             return
+        rank, position = dist.get_rank(), Position()
+        cards: list[Any] = [None] * dist.get_world_size()
+        self._meet(Meeting.OBJECTS)
+        dist.all_gather_object(cards, Card.of(position))
         # hazard: the watch must not wait for the default store's connection, which the training
         # thread may hold while it waits there.
         default_store: Any = distributed_c10d._get_default_store()  # torch's stub lacks `clone`
-        # What else writes to the store cannot guess where the watch takes its orders from. (Who
-        # asks the store for all of its keys finds it: strangers must not reach the port.)
-        token = self.broadcast(uuid.uuid4().hex)
-        store = dist.PrefixStore(f"lightning_zero3/watch/{token}", default_store.clone())
-        self.watch = Watch(self._watch_options, store, dist.get_rank(), dist.get_world_size())
+        run = hashlib.sha256(cards[0].key.encode()).hexdigest()  # tells nobody the key
+        store = dist.PrefixStore(f"lightning_zero3/watch/{run}", default_store.clone())
+        self.watch = Watch(self._watch_options, store, rank, cards, position)
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             self.watch.position.begin_run_without_training()
         connector = self.lightning_module.trainer._checkpoint_connector

@@ -7,17 +7,17 @@ other's end at once and read where it happened.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import select
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType, TracebackType
-from typing import Any
 
 import lightning
 import torch
@@ -35,9 +35,9 @@ from ..collectives import (
 from ..collectives.exchange_log import LOOK_FOR
 from ..support import printable
 from ..support.thread_stacks import read_frames
-from .diagnosis import ELSEWHERE, ENGINE, Beat, Deadlock, Standstill, Straggler, align_traces
-from .heartbeats import BEAT_S, SUSPENDED_S, Report, Reports, first_line, print_error
-from .position import Activity, Neighbour, Place, Position, machine
+from .diagnosis import ELSEWHERE, ENGINE, Beat, Standstill, Straggler, align_traces
+from .heartbeats import BEAT_S, SUSPENDED_S, Report, Reports, Verdict, first_line, print_error
+from .position import Activity, Card, Neighbour, Place, Position
 
 _NO_RANK = -1  # in a verdict: no single rank is its cause
 _SAMPLES = 10  # looks at the training thread for each beat
@@ -96,41 +96,46 @@ class Watch:
         options: time limits.
         store: keys and values of this run alone.
         rank: this rank.
-        world_size: number of ranks.
+        cards: of all ranks, in rank order.
+        position: where the training thread writes what it does; ``cards[rank]`` tells of it.
 
     Attributes:
-        position: where the training thread writes what it does.
         unit_name: from the index of a unit to its name, for messages.
         communicator: the communicator whose exchanges this rank reports.
     """
 
     def __init__(
-        self, options: WatchOptions, store: dist.Store, rank: int, world_size: int
+        self,
+        options: WatchOptions,
+        store: dist.Store,
+        rank: int,
+        cards: Sequence[Card],
+        position: Position,
     ) -> None:
-        self.position = Position()
+        self.position = position
         self.unit_name: Callable[[int], str] = str
         self.communicator = LocalCollectives()
-        self._options, self._rank, self._world_size = options, rank, world_size
+        self._options, self._rank, self._cards = options, rank, cards
         # hazard: on a shared connection a beat would wait while the training thread waits there.
         # (torch's stub lacks the method)
         self._roll_calls, self._roll_call_store = 0, store.clone()  # type: ignore[attr-defined]
-        self._machine, self._number, self._samples = machine(), 0, [ELSEWHERE]
+        self._number, self._samples = 0, [ELSEWHERE]
         self._last_place: Place | None = None  # as reported last
         self._training_thread = threading.current_thread().ident
-        self._neighbours: dict[int, Neighbour | None] = {}  # None: on another machine, or ended
+        self._neighbours: dict[int, Neighbour] = {}  # processes of this machine, until they end
+        for other, card in enumerate(cards):
+            if other != rank and card.machine == cards[rank].machine:
+                # Of one that cannot be looked into the silence tells.
+                with suppress(AttributeError, OSError, ValueError):
+                    self._neighbours[other] = Neighbour(card)
         self._finished: dict[int, Place] = {}  # ranks whose run has ended well -> last place
-        # Ranks that have ended in a way that this process could not read -> time until which their
-        # last report may still arrive in the store.
-        self._unexplained: dict[int, float] = {}
-        self._deadlock, self._standstill = Deadlock(), Standstill(options.slow)
-        self._straggler = Straggler(options.slow)
-        self._verdict: dict[str, Any] | None = None  # why the run ends
+        self._standstill, self._straggler = Standstill(options.slow), Straggler(options.slow)
+        self._verdict: Verdict | None = None  # why the run ends
         self._deadline = float("inf")  # when this process is ended
         self._verdict_event = threading.Event()
         self._needs_verdict = False  # the training thread waits for it
-        self._wake_reader, self._wake_writer = os.pipe()
         self._is_stopping, self._last_check = False, time.monotonic()
-        self._reports = Reports(store, rank, world_size, self._make_beat)
+        self._reports = Reports(store, rank, len(cards), cards[0].key)
         self._thread = threading.Thread(target=self._run, name="lightning_zero3.watch", daemon=True)
         self._thread.start()
 
@@ -196,7 +201,7 @@ class Watch:
 
     def _ask_all(self, question: str, answer: str) -> list[str]:
         """Return the answers of all ranks that ask within two seconds; of others ""."""
-        keys = [f"{question}, rank {rank}" for rank in range(self._world_size)]
+        keys = [f"{question}, rank {rank}" for rank in range(len(self._cards))]
         store = self._roll_call_store
         try:
             store.set(keys[self._rank], answer)
@@ -214,37 +219,26 @@ class Watch:
         """
         self._needs_verdict = True
         self._reports.request_all()
-        self._wake()
         self._verdict_event.wait(min(self._options.lost, 6 * BEAT_S))
-        if self._verdict is None or self._verdict["rank"] == self._rank:
+        if self._verdict is None or self._verdict.rank == self._rank:
             return ""
         return self._describe_verdict(self._verdict)
 
     def stop(self) -> None:
         """Stop watching; the run ends on this rank."""
         self.position.activity = Activity.ENDED
-        if (
-            self._rank == 0
-            and self._verdict
-            and any(r.beat.machine != self._machine for r in self._reports.newest.values())
-        ):
+        if self._rank == 0 and self._verdict and len({card.machine for card in self._cards}) > 1:
             # hazard: the store may end with this process. Other machines need time to read the
             # verdict there.
             time.sleep(2 * BEAT_S)
         self._is_stopping = True
-        self._wake()
         self._thread.join()
         self._reports.stop()
         self.position.close()
-        for neighbour in filter(None, self._neighbours.values()):
+        for neighbour in self._neighbours.values():
             neighbour.close()
-        os.close(self._wake_reader)
-        os.close(self._wake_writer)
 
     # ----------------------------------------------------------------------------------- the thread
-
-    def _wake(self) -> None:
-        os.write(self._wake_writer, b".")
 
     def _run(self) -> None:
         try:
@@ -263,42 +257,35 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._is_stopping:
-            self._open_neighbours()
+            self._reports.send(self._make_beat())
             self._find_ended_processes()
             if self._verdict is None:
                 self._check_reports()
             self._end_process_if_late()
             self._sample_training_thread()
+        self._reports.send(self._make_beat())
 
     def _check_reports(self) -> None:
         last_check, self._last_check = self._last_check, time.monotonic()
-        # This process was stopped: the store's silence counts from now on.
         if self._last_check - last_check > SUSPENDED_S:
-            self._reports.answered = self._last_check
+            self._reports.forgive(self._last_check)
         newest = dict(self._reports.newest)
         if self._reports.verdict is not None:
             self._accept_verdict(self._reports.verdict)
             return
-        self._explain_ends(newest)
         self._find_silent_ranks(newest)
-        if self._rank == 0 and len(newest) == self._world_size:
-            self._diagnose([newest[r].beat for r in range(self._world_size)])
+        if self._rank == 0 and len(newest) == len(self._cards):
+            self._diagnose([newest[rank].beat for rank in range(len(newest))])
 
     def _sample_training_thread(self) -> None:
-        """Sample the training thread for a second, or until a process of this machine ends."""
+        """Sample the training thread for a second, or until the loop has something to do."""
         poll = select.poll()
-        for descriptor in (
-            self._wake_reader,
-            *(n.descriptor for n in self._neighbours.values() if n),
-        ):
-            poll.register(descriptor, select.POLLIN)
+        for neighbour in self._neighbours.values():
+            poll.register(neighbour.descriptor, select.POLLIN)
         self._samples = []
-        all_met = len(self._neighbours) == self._world_size - 1
-        for _ in range(_SAMPLES if all_met else 1):
+        for _ in range(_SAMPLES):
             self._samples.append(self._read_training_thread()[0])
-            if events := poll.poll(1000 * BEAT_S / _SAMPLES):
-                if any(fd == self._wake_reader for fd, _ in events):
-                    os.read(self._wake_reader, 100)
+            if poll.poll(1000 * BEAT_S / _SAMPLES) or self._is_stopping or self._needs_verdict:
                 return
 
     def _read_training_thread(self) -> tuple[str, str]:
@@ -326,42 +313,25 @@ class Watch:
     def _make_beat(self) -> Beat:
         self._number += 1
         waits, code = self._read_training_thread()
-        samples = self._samples or [waits]
-        busy = sum(not w for w in samples) / len(samples)
+        busy = sum(not w for w in self._samples) / len(self._samples)
         place, last_place = self.position.place(), self._last_place
         self._last_place = place
         trace = list(self.communicator.exchange_log.trace) if place == last_place else []
-        return Beat(
-            self._number,
-            self._machine,
-            os.getpid(),
-            self.position.descriptor,
-            place,
-            busy,
-            waits,
-            code,
-            trace,
-        )
-
-    def _open_neighbours(self) -> None:
-        for rank, report in list(self._reports.newest.items()):
-            if rank != self._rank and rank not in self._neighbours:
-                self._neighbours[rank] = None
-                beat = report.beat
-                if beat.machine == self._machine:
-                    try:
-                        self._neighbours[rank] = Neighbour(beat.pid, beat.descriptor, beat.place)
-                    except ProcessLookupError:
-                        self._record_end(rank, beat.place, None)
-                    except OSError:
-                        pass  # without pidfd_open an end is found by the rank's silence alone
+        return Beat(self._number, place, busy, waits, code, trace)
 
     def _find_ended_processes(self) -> None:
-        for rank, neighbour in self._neighbours.items():
-            if neighbour is not None and neighbour.has_ended:
-                self._neighbours[rank] = None
-                self._record_end(rank, neighbour.place(), neighbour.message)
+        for rank, neighbour in list(self._neighbours.items()):
+            if neighbour.has_ended:
+                place, message = neighbour.place(), neighbour.message
+                del self._neighbours[rank]
                 neighbour.close()
+                if not message and place.activity == Activity.ENDED:
+                    self._finished[rank] = place
+                else:
+                    end = "died without a word (killed, out of memory, or os._exit)"
+                    self._give_verdict(
+                        rank, message or f"Rank {rank} {end} in {self._describe_place(place)}."
+                    )
         for rank, place in self._finished.items() if self._needs_verdict else ():
             self._give_verdict(
                 rank,
@@ -370,68 +340,25 @@ class Watch:
                 " length, and for what another rank does alone (`strategy.gathered` is for that).",
             )
 
-    def _record_end(self, rank: int, place: Place, message: str | None) -> None:
-        """Record how the process of ``rank`` ended; ``message`` is None if it could not be read."""
-        if not message and place.activity == Activity.ENDED:
-            self._finished[rank] = place
-        elif message is None:
-            self._unexplained[rank] = time.monotonic() + 2 * BEAT_S
-            self._reports.request_all()
-        else:
-            end = "died without a word (killed, out of memory, or os._exit)"
-            self._give_verdict(
-                rank, message or f"Rank {rank} {end} in {self._describe_place(place)}."
-            )
-
-    def _explain_ends(self, newest: dict[int, Report]) -> None:
-        """Explain ends of processes that could not be read by their last reports."""
-        for rank, until in list(self._unexplained.items()):
-            place = newest[rank].beat.place
-            if place.activity == Activity.ENDED:
-                self._finished[rank] = place
-                del self._unexplained[rank]
-            elif time.monotonic() >= until:
-                end = "ended; its own output says why, unless it was killed"
-                self._give_verdict(rank, f"Rank {rank} {end}; {self._describe_last(newest[rank])}.")
-
     def _find_silent_ranks(self, newest: dict[int, Report]) -> None:
         limit = 3 * BEAT_S if self._needs_verdict else self._options.lost
         for rank, report in newest.items():
+            silence = self._last_check - report.since
             if rank == self._rank:
                 continue
             if report.beat.place.activity == Activity.ENDED:
                 self._finished[rank] = report.beat.place
-            elif report.read - report.since > limit:
-                self._report_silence(
+            elif silence > limit:
+                neighbour = self._neighbours.get(rank)
+                place = neighbour.place() if neighbour is not None else report.beat.place
+                # It may have left since where it was when it was heard of.
+                where = "it is" if neighbour is not None else "it last said that it was"
+                self._give_verdict(
                     rank,
-                    report,
-                    f"has not been heard of for {report.read - report.since:.0f} s",
-                    "its",
+                    f"Rank {rank} on {self._cards[rank].machine.split()[0]} has not been heard of"
+                    f" for {silence:.0f} s (its process or the store's is stopped, or its machine"
+                    f" or network is gone); {where} in {self._describe_place(place)}.",
                 )
-        # Without answers of the store no report is read, so its own silence counts.
-        silence = self._last_check - self._reports.answered
-        if silence > limit and 0 in newest and self._rank and 0 not in self._finished:
-            self._report_silence(
-                0, newest[0], f"has not answered for {silence:.0f} s", "its store's"
-            )
-
-    def _report_silence(self, rank: int, report: Report, silence: str, owner: str) -> None:
-        neighbour = self._neighbours.get(rank)
-        where = (
-            self._describe_last(report)
-            if neighbour is None
-            else f"it is in {self._describe_place(neighbour.place())}"
-        )
-        self._give_verdict(
-            rank,
-            f"Rank {rank} on {report.beat.machine.split()[0]} {silence} ({owner} process is"
-            f" stopped, or its machine or network is gone); {where}.",
-        )
-
-    def _describe_last(self, report: Report) -> str:
-        """Say where a rank was when it was heard of, which it may have left since."""
-        age, place = time.monotonic() - report.since, self._describe_place(report.beat.place)
-        return f"it last said, {age:.0f} s ago, that it was in {place}"
 
     def _diagnose(self, beats: list[Beat]) -> None:
         # NCCL does not compare what ranks exchange. The engine does so at the end of its backward,
@@ -440,21 +367,19 @@ class Watch:
         if difference := first_difference(align_traces(beats), describe):
             self._give_verdict(_NO_RANK, f"In {beats[0].place.moment}: {difference}")
             return
-        if pair := self._deadlock.find(beats):
+        found = self._standstill.find(beats, self.unit_name)
+        if isinstance(found, tuple):
             inside, outside = (
                 f"rank {r} is in {self._describe_place(beats[r].place)} ({beats[r].code})"
-                for r in pair
+                for r in found
             )
             self._give_verdict(
-                pair[1],
+                found[1],
                 f"The ranks wait for each other for ever: {inside}, {outside}.{LOOK_FOR}",
                 stuck=True,
             )
             return
-        warning = self._standstill.find(beats, self.unit_name)
-        if warning is None:
-            warning = self._straggler.find(beats, self.unit_name)
-        if warning is not None:
+        if warning := found or self._straggler.find(beats, self.unit_name):
             # `warnings.simplefilter("error")` raises it, here where an error would end the watch.
             with suppress(Warning):
                 rank_zero_warn(printable(warning))
@@ -462,46 +387,32 @@ class Watch:
     # ------------------------------------------------------------------------------------- verdicts
 
     def _give_verdict(self, rank: int, text: str, stuck: bool = False) -> None:
-        """Send all ranks the verdict that the run ends, unless there is one.
-
-        Args:
-            rank: the rank that is the cause; _NO_RANK for no single one.
-            text: the cause in words.
-            stuck: no rank can raise by itself, as all wait for ever: processes end at once.
-        """
+        """Send all ranks the verdict that the run ends, unless there is one; see `Verdict`."""
         if self._verdict is None:
-            verdict = {"rank": rank, "text": text, "stuck": stuck}
+            verdict = Verdict(rank, text, stuck)
             self._reports.send_verdict(verdict)
             self._accept_verdict(verdict)
 
-    def _accept_verdict(self, verdict: dict[str, Any]) -> None:
+    def _accept_verdict(self, verdict: Verdict) -> None:
         if self._verdict is not None:
             return
-        self._verdict = verdict
         # what happened, and perhaps a line that says what to do
-        verdict["text"] = "\n".join(map(printable, verdict["text"].split("\n", 1)))
-        self.position.leave_message(verdict["text"])
-        self._deadline = time.monotonic() + (0 if verdict.get("stuck") else self._options.grace)
+        text = "\n".join(map(printable, verdict.text.split("\n", 1)))
+        self._verdict = verdict = verdict._replace(text=text)
+        self.position.leave_message(text)
+        self._deadline = time.monotonic() + (0 if verdict.stuck else self._options.grace)
         self._verdict_event.set()
-        if verdict["rank"] != self._rank or verdict.get("stuck"):
+        if verdict.rank != self._rank or verdict.stuck:
             print_error(self._describe_verdict(verdict))
 
     def _end_process_if_late(self) -> None:
         if time.monotonic() < self._deadline or self._is_stopping:
             return
-        stack = read_frames(
-            lambda frames: (
-                traceback.format_stack(frames[self._training_thread])
-                if self._training_thread in frames
-                else []
-            )
-        )
-        print_error(
-            f"Rank {self._rank} did not end by itself; its process is ended here:\n{''.join(stack)}"
-        )
+        print_error(f"Rank {self._rank} did not end by itself; its process is ended here:")
+        faulthandler.dump_traceback(2)
         os._exit(1)
 
-    def _describe_verdict(self, verdict: dict[str, Any]) -> str:
+    def _describe_verdict(self, verdict: Verdict) -> str:
         place, hint = self.position.place(), ""
         if place.step >= 0:
             hint = (
@@ -509,7 +420,7 @@ class Watch:
                 " saved"
             )
         here = self._describe_place(place)
-        happened, newline, advice = verdict["text"].partition("\n")
+        happened, newline, advice = verdict.text.partition("\n")
         end = f"Rank {self._rank} ends too; it is in {here}{hint}."
         return f"{happened} {end}{newline}{advice}"
 

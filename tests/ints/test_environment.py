@@ -8,9 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero3.strategies.launch.detect import detect, list_variables
+from lightning_zero3.strategies.launch import detect as detection
+from lightning_zero3.strategies.launch.detect import list_variables, locate
 from lightning_zero3.strategies.launch.launchers import first_host, shown_variables, tasks_on_node
-from lightning_zero3.strategies.launch.world import Devices, LaunchError, Request
+from lightning_zero3.strategies.launch.world import (
+    Devices,
+    LaunchError,
+    Request,
+    require_devices,
+    require_requested,
+)
 
 VECTORS = {
     v["name"]: v
@@ -43,6 +50,16 @@ DEVIATIONS = {
     # first host, which is a-3-x.
     "slurm nodelist with suffix": "was not started by srun (SLURM_STEP_ID is not set)",
 }
+
+
+def detect(environ, devices, request=None):
+    """The record; with the Trainer's request, as the strategy finds and checks it."""
+    if request is None:
+        return detection.detect(environ, devices)
+    world = locate(environ, devices, request)
+    require_requested(world, request)
+    require_devices(world, devices)
+    return world
 
 
 def record(world):
@@ -203,7 +220,7 @@ def test_why_names_what_decided():
     why = dict(detect(SRUN, Devices()).why)
     assert why["rank"] == "SLURM_PROCID=5" and why["local_world_size"] == "SLURM_NTASKS_PER_NODE=4"
     assert why["main_address"] == "first host of SLURM_NODELIST=gpu[07-08]"
-    assert why["main_port"] == "15000 + last four digits of SLURM_JOB_ID=123456"
+    assert why["main_port"] == "15000 + last 4 digits of SLURM_JOB_ID=123456"
 
 
 def test_the_record_is_read_only_and_needs_nothing_else():

@@ -4,15 +4,17 @@ import errno
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
 import threading
 import time
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -20,8 +22,14 @@ from torch.distributed import distributed_c10d
 
 from lightning_zero3.callbacks.memory import ranks
 from lightning_zero3.strategies.liveness.diagnosis import ELSEWHERE, ENGINE, Beat, Straggler
-from lightning_zero3.strategies.liveness.heartbeats import Reports
-from lightning_zero3.strategies.liveness.position import Activity, Neighbour, Place, machine
+from lightning_zero3.strategies.liveness.heartbeats import Report, Reports, Verdict
+from lightning_zero3.strategies.liveness.position import (
+    Activity,
+    Card,
+    Neighbour,
+    Place,
+    Position,
+)
 from lightning_zero3.strategies.liveness.watchdog import Watch, WatchOptions
 
 pytestmark = pytest.mark.skipif(
@@ -29,18 +37,27 @@ pytestmark = pytest.mark.skipif(
 )
 
 PLACE = Place(Activity.FORWARD, step=3, unit=1, exchanges=40)
-BEAT = Beat(1, "host", 1, -1, PLACE, 0.0, ENGINE, "train.py:7 in step")
+BEAT = Beat(1, PLACE, 0.0, ENGINE, "train.py:7 in step")
+KEY = "the run's"
+ELSEWHERE_CARD = Card("", "host", 1, -1)
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @contextmanager
-def watching(store):
+def watching(store, other=ELSEWHERE_CARD):
     """Rank 0 of two, in this process."""
-    watch = Watch(WatchOptions(), store, 0, 2)
+    position = Position()
+    cards = [Card.of(position)._replace(key=KEY), other]
+    watch = Watch(WatchOptions(), store, 0, cards, position)
     try:
         yield watch
     finally:
         watch.stop()
+
+
+def put(store, key, text):
+    """Put what a rank of the run sends."""
+    store.set(key, Reports.sign(SimpleNamespace(_key=KEY.encode()), key, text))
 
 
 def ended_process():
@@ -52,24 +69,47 @@ def ended_process():
     return child
 
 
+@contextmanager
+def sleeping():
+    """The card of a process that runs until the block ends."""
+    position = Position()
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        yield Card.of(position)._replace(pid=child)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        position.close()
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_a_host_is_not_known_by_its_name(same):
-    here, boot = machine(), BOOT.read_text().strip()
-    there = here if same else here.replace(boot, "5e0f3a3c-0000-4000-8000-000000000000")
-    assert here.startswith(os.uname().nodename) and (there == here) == same
-    store = dist.HashStore()
-    store.set("1", replace(BEAT, machine=there, pid=ended_process()).pack())
-    with watching(store) as watch:
-        until = time.monotonic() + 20
-        while (
-            not (1 in watch._unexplained if same else 1 in watch._neighbours)
-            and time.monotonic() < until
-        ):
-            time.sleep(0.01)
-        time.sleep(0.05)
-        # Its number is nobody's here: only of a process of this machine does that say that it has
-        # ended.
-        assert watch._neighbours == {1: None} and list(watch._unexplained) == [1] * same
+    with sleeping() as card:
+        boot = BOOT.read_text().strip()
+        there = card.machine.replace(boot, "5e0f3a3c-0000-4000-8000-000000000000")
+        assert card.machine.startswith(os.uname().nodename)
+        if not same:
+            card = card._replace(machine=there)
+        with watching(dist.HashStore(), card) as watch:
+            assert list(watch._neighbours) == [1] * same
+            os.kill(card.pid, signal.SIGKILL)
+            # Its number is nobody's here: only of a process of this machine does that say that it
+            # has ended.
+            assert watch._verdict_event.wait(20 if same else 2) == same
+            assert not same or watch._verdict.text.startswith("Rank 1 died without a word")
+
+
+def test_a_process_that_nobody_could_look_into_is_told_by_its_silence_alone():
+    position = Position()
+    gone = Card.of(position)._replace(pid=ended_process())
+    with watching(dist.HashStore(), gone) as watch:
+        assert watch._neighbours == {}
+        assert not watch._verdict_event.wait(1)
+    position.close()
 
 
 def test_another_file_in_the_place_of_a_position_tells_nothing():
@@ -77,30 +117,26 @@ def test_another_file_in_the_place_of_a_position_tells_nothing():
     with tempfile.TemporaryFile() as file:
         file.write(b"short")
         file.flush()
-        neighbour = Neighbour(os.getpid(), file.fileno(), PLACE)
-    assert neighbour.message is None and neighbour.place() == PLACE and not neighbour.has_ended
-    neighbour.close()
+        with pytest.raises(ValueError):
+            Neighbour(Card("", "host", os.getpid(), file.fileno()))
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("is_here", [True, False])
 def test_the_place_of_a_lost_rank_is_as_old_as_it_is(is_here, monkeypatch):
     store = dist.HashStore()
-    store.set("1", replace(BEAT, machine=machine() if is_here else "host", pid=os.getpid()).pack())
-    with watching(store) as watch:
-        wait_for(lambda: watch._neighbours.get(1) if is_here else 1 in watch._neighbours)
+    put(store, "1", BEAT.pack())
+    with sleeping() as card, watching(store, card if is_here else ELSEWHERE_CARD) as watch:
+        wait_for(lambda: 1 in watch._reports.newest)
         if is_here:  # its memory says where it is now
             monkeypatch.setattr(watch._neighbours[1], "place", lambda: replace(PLACE, step=20))
         report = watch._reports.newest[1]
-        report = replace(report, since=report.since - 60)
-        watch._report_silence(1, report, "has not been heard of for 60 s", "its")
-        text = watch._verdict["text"]
-    where = (
-        "it is in forward, unit 1, step 20"
-        if is_here
-        else (r"it last said, 6[01] s ago, that it was in forward, unit 1, step 3")
-    )
-    assert re.search(f"; {where}\\.$", text), text
+        watch._find_silent_ranks({1: report._replace(since=report.since - 61)})
+        text = watch._verdict.text
+    where = "it is in forward, unit 1, step 20"
+    if not is_here:
+        where = "it last said that it was in forward, unit 1, step 3"
+    assert re.search(rf"heard of for 6\d s .*; {where}\.$", text), text
 
 
 class Unwritable:
@@ -127,66 +163,54 @@ def test_a_rank_ends_though_nothing_can_be_said(error, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Unwritable(error))
     store = dist.HashStore()
     with watching(store):
-        store.set("1", BEAT.pack())
-        store.set(
-            "verdict", json.dumps({"rank": 1, "text": "Rank 1 waits for ever.", "stuck": True})
-        )
+        put(store, "verdict", json.dumps([1, "Rank 1 waits for ever.", True]))
         assert ended.wait(20)
 
 
-def placed(**items):
-    beat = json.loads(BEAT.pack())
-    return json.dumps({**beat, "place": {**beat["place"], **items}})
-
-
-NO_BEATS = [
+NO_MESSAGES = [
+    "",
     "junk",
     "[]",
     "[" * 100_000,
-    "{}",
-    json.dumps({**json.loads(BEAT.pack()), "more": 1}),
-    replace(BEAT, number="1").pack(),
-    replace(BEAT, machine="").pack(),
-    replace(BEAT, machine=["host"]).pack(),
-    replace(BEAT, pid=2**31).pack(),
-    replace(BEAT, busy="all").pack(),
-    replace(BEAT, trace=[{}]).pack(),
-    placed(activity=99),
-    placed(step=1.5),
-    placed(unit=-5),
-]
-NO_VERDICTS = [
-    "junk",
-    "[]",
-    "[" * 100_000,
-    json.dumps({"rank": 1}),
-    json.dumps({"rank": 2, "text": "no such rank"}),
-    json.dumps({"rank": [0], "text": "x"}),
-    json.dumps({"rank": 1, "text": {}, "stuck": False}),
-    json.dumps({"rank": 1, "text": "x", "stuck": 1}),
+    BEAT.pack(),
+    f"{'0' * 64} {BEAT.pack()}",
+    Reports.sign(SimpleNamespace(_key=b"another"), "1", BEAT.pack()),
+    # what the run has signed for another place
+    Reports.sign(SimpleNamespace(_key=KEY.encode()), "0", BEAT.pack()),
+    "\xff\x1b[2J {}",
 ]
 
 
 @pytest.mark.parametrize("key", ["1", "verdict"])
-def test_what_is_no_message_of_the_watch_is_dropped_and_told_once(key, capsys):
-    store = dist.HashStore()
-    for value in NO_BEATS if key == "1" else NO_VERDICTS:
-        store.set("1", replace(BEAT, machine=machine(), pid=os.getpid()).pack())
+def test_what_no_rank_has_signed_is_dropped_and_told_once(key, capsys):
+    for value in NO_MESSAGES:
+        store = dist.HashStore()
+        put(store, "1", BEAT.pack())
         store.set(key, value)
-        with watching(store) as watch:
-            for number in (2, 4):  # more than one look
-                watch._reports.request_all()
-                wait_for(lambda: watch._number > number)  # noqa: B023
-            assert watch._thread.is_alive() and watch._reports._thread.is_alive(), value
-            assert watch._verdict is None
-            if key == "1":
-                assert 1 not in watch._reports.newest
-            else:  # a verdict of this rank's own takes the place
-                watch.report_error(ValueError("mine\x1b[2J"), should_stop=False)
-                wait_for(lambda: b"mine" in store.get("verdict"))
-                assert "\x1b" not in watch._verdict["text"]
+        reports = Reports(store, 0, 2, KEY)
+        reports.stop()  # its thread: this one looks, more than once
+        reports.send(BEAT)
+        for _ in range(2):
+            reports._exchange()
+        assert reports.verdict is None
+        if key == "1":
+            assert 1 not in reports.newest
+        else:  # a verdict of this rank's own takes the place
+            reports.send_verdict(Verdict(0, "mine"))
+            reports._exchange()
+            assert b"mine" in store.get("verdict") and reports.newest[1].beat == BEAT
         said = capsys.readouterr().err
         assert said.count("is dropped") == 1 and said.count("\n") == 1, (value, said)
+
+
+def test_a_message_of_nobody_does_not_end_the_watch():
+    store = dist.HashStore()
+    store.set("verdict", "junk")
+    store.set("1", "junk")
+    with watching(store) as watch:
+        wait_for(lambda: watch._number > 2)
+        assert watch._thread.is_alive() and watch._reports._thread.is_alive()
+        assert watch._verdict is None
 
 
 def wait_for(is_done):
@@ -199,13 +223,13 @@ def wait_for(is_done):
 def test_a_watch_that_fails_says_so(monkeypatch, capsys):
     ended = threading.Event()
     monkeypatch.setattr(os, "_exit", lambda code: ended.set())
-    monkeypatch.setattr(Watch, "_open_neighbours", lambda self: [][1])
+    monkeypatch.setattr(Watch, "_find_ended_processes", lambda self: [][1])
     store = dist.HashStore()
     with watching(store) as watch:
         wait_for(lambda: store.check(["verdict"]))
-        verdict = json.loads(store.get("verdict"))
-        assert verdict["rank"] == 0
-        assert "Rank 0 has stopped watching: its watch (not its model) raised" in verdict["text"]
+        rank, text, stuck = json.loads(store.get("verdict").partition(b" ")[2])
+        assert (rank, stuck) == (0, False)
+        assert "Rank 0 has stopped watching: its watch (not its model) raised" in text
         watch._deadline = 0
         assert ended.wait(20)
     assert "test_watch.py" in capsys.readouterr().err  # the traceback
@@ -213,20 +237,19 @@ def test_a_watch_that_fails_says_so(monkeypatch, capsys):
 
 def test_a_warning_that_is_an_error_does_not_end_the_watch():
     store, asked = dist.HashStore(), []
-    store.set("1", replace(BEAT, machine=machine(), pid=os.getpid()).pack())
+    put(store, "1", BEAT.pack())
     with watching(store) as watch, warnings.catch_warnings():
         warnings.simplefilter("error")
         watch._straggler.find = lambda beats, name: asked.append(1) or "Rank 1 holds the others up."
         until = time.monotonic() + 20
         while len(asked) < 2 and time.monotonic() < until:
-            watch._wake()
             time.sleep(0.02)
         assert len(asked) >= 2
 
 
 def test_a_verdict_says_on_its_second_line_what_to_do(capsys):
     with watching(dist.HashStore()) as watch:
-        watch._accept_verdict({"rank": 1, "text": "They\x1b[2J part.\nLook\nfor\r it."})
+        watch._accept_verdict(Verdict(1, "They\x1b[2J part.\nLook\nfor\r it."))
         words = watch._describe_verdict(watch._verdict).splitlines()
     assert words == capsys.readouterr().err.splitlines()
     assert words[0].startswith(r"They\x1b[2J part. Rank 0 ends too; it is in set-up")
@@ -234,36 +257,28 @@ def test_a_verdict_says_on_its_second_line_what_to_do(capsys):
 
 
 def test_a_warning_about_another_rank_does_not_write_to_the_terminal():
-    store, line = dist.HashStore(), "train\x1b[2J.py:7\r in step"
-    store.set("1", replace(BEAT, machine=machine(), pid=os.getpid(), code=line).pack())
-    with watching(store) as watch, pytest.warns(UserWarning, match=r"\(train\\x1b\[2J.py:7\\r in"):
+    line = "train\x1b[2J.py:7\r in step"
+    with (
+        watching(dist.HashStore()) as watch,
+        pytest.warns(UserWarning, match=r"\(train\\x1b\[2J.py:7\\r in"),
+    ):
         watch._straggler = Straggler(2)
-        mine, other = watch._reports._make_beat(), replace(BEAT, code=line)
+        mine, other = watch._make_beat(), replace(BEAT, code=line)
         for _ in range(2):
             watch._diagnose([replace(mine, place=PLACE, busy=0.0), replace(other, busy=1.0)])
 
 
-def test_a_rank_that_stood_still_counts_silence_from_then_on(monkeypatch):
-    now = [100.0]
-    reports = Reports.__new__(Reports)
-    reports.newest = {}
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    silences = []
-    for later in (0, 1, 1, 70, 1, 1):  # seconds since the last look; nothing new is there
-        now[0] += later
-        reports._keep(1, BEAT)
-        silences.append(reports.newest[1].read - reports.newest[1].since)
-    assert silences == [0, 1, 2, 0, 1, 2]
-
-
-def test_an_error_in_the_making_of_a_beat_is_none_of_the_stores(monkeypatch):
-    told = []
-    monkeypatch.setattr(threading, "excepthook", told.append)
-    beats = iter([BEAT])
-    Reports(dist.HashStore(), 0, 1, lambda: next(beats, None) or int("not a number"))._thread.join(
-        20
-    )
-    assert [args.exc_type for args in told] == [ValueError]
+@pytest.mark.parametrize("stopped_s", [0, 70])
+def test_a_rank_that_was_stopped_counts_silence_from_then_on(stopped_s):
+    with watching(dist.HashStore()) as watch:
+        watch._is_stopping = True  # its thread ends
+        watch._thread.join()
+        watch._reports._keep(1, BEAT)
+        now = time.monotonic()
+        watch._reports.newest[1] = Report(BEAT, now - 70)
+        watch._last_check = now - stopped_s
+        watch._check_reports()
+        assert (watch._verdict is None) == (stopped_s == 70)
 
 
 def test_the_users_line_is_none_of_this_package(monkeypatch):

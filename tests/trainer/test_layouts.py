@@ -63,7 +63,7 @@ def ask_for_others_than_the_group_has(rank, size):
 def test_a_trainer_that_contradicts_the_process_group_is_an_error():
     (message, _) = run_ranks(ask_for_others_than_the_group_has, 2)
     assert message.startswith(
-        "process group started 2 processes (size of the process group=2), but"
+        "process group started 2 processes (process group's world_size=2), but"
     )
     assert "Use Trainer(devices=2, num_nodes=1)" in message
 
