@@ -56,6 +56,9 @@ class CUDAGraphStep(Callback):
     that is replaced on the object. What a step does to objects outside of its module (appends to a
     global list, writes a file) is not repeated by replays, and not seen.
 
+    **Repetitions.** Where ``training_step`` runs again for the same micro-batch, as LBFGS makes it,
+    or in a validation, it runs eagerly.
+
     **Hooks.** Forward hooks may compute with tensors; everything else in them happens only in eager
     steps.
 
@@ -106,12 +109,13 @@ class CUDAGraphStep(Callback):
         modules: list[str] | None = None,
         software: bool = False,
     ) -> None:
-        if warmup < 2:
-            raise ValueError(f"warmup: expected at least 2 steps, got {warmup}")
-        if max_graphs < 1:
-            raise ValueError(f"max_graphs: expected at least 1, got {max_graphs}")
-        if verify < 1:
-            raise ValueError(f"verify: expected at least 1 replay that is compared, got {verify}")
+        for name, value, least in (
+            ("warmup", warmup, 2),
+            ("verify", verify, 1),
+            ("max_graphs", max_graphs, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name}: expected at least {least}, got {value}")
         self.warmup, self.verify, self.max_graphs = warmup, verify, max_graphs
         self.strict, self.software = strict, software
         if modules is not None and (optimizer or not modules):
@@ -130,12 +134,10 @@ class CUDAGraphStep(Callback):
                 " (or `software=True`)"
             )
             return
-        engine = getattr(trainer.strategy, "engine", None)
-        software = SoftwareGraphs(None if engine is None else engine.collectives)
+        software = SoftwareGraphs(getattr(trainer.strategy, "engine", None))
         graphs = CudaGraphs(device) if device.type == "cuda" else software
-        options = self.warmup, self.verify, self.max_graphs, self.strict
-        self._runner = Runner(trainer, pl_module, graphs, *options)
-        self._runner.install(self.optimizer, self.modules)
+        self._runner = Runner(trainer, pl_module, graphs, self)
+        self._runner.install()
 
     @override
     def on_train_batch_start(
@@ -184,10 +186,3 @@ class CUDAGraphStep(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._uninstall()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without graphs, which belong to one process.
-
-        A launcher of Lightning (`_MultiProcessingLauncher`) may pickle the callback.
-        """
-        return {**self.__dict__, "_runner": None, "_input_nbytes": 0}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Any
@@ -38,12 +38,15 @@ def tensors_in(value: Any) -> list[Tensor]:
     return found
 
 
+def copy_of(value: Any) -> Any:
+    """Return a copy of a tensor, without its history; or another value as it is."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
 def values_in(tree: Any, name: str) -> dict[str, Any]:
     """Return what is in a tree of values, such as an output, by name; of tensors copies."""
-    return {
-        f"{name}{keystr(path)}": each.detach().clone() if isinstance(each, Tensor) else each
-        for path, each in tree_flatten_with_path(tree)[0]
-    }
+    found, _ = tree_flatten_with_path(tree)
+    return {f"{name}{keystr(path)}": copy_of(each) for path, each in found}
 
 
 def same(a: Tensor, b: Tensor, noisy: bool = False) -> bool:
@@ -65,8 +68,8 @@ def same(a: Tensor, b: Tensor, noisy: bool = False) -> bool:
 
 
 def first_difference(
-    a: Mapping[str, Any],
-    b: Mapping[str, Any],
+    a: dict[str, Any],
+    b: dict[str, Any],
     runs: tuple[str, str] = ("in the replay", "in the eager step"),
     noisy: bool = False,
 ) -> str | None:
@@ -78,7 +81,7 @@ def first_difference(
         runs: what the runs are called.
         noisy: see :func:`same`.
     """
-    for name in dict.fromkeys([*b, *a]):
+    for name in b | a:
         x, y = a.get(name), b.get(name)
         if (name in a) != (name in b):
             return f"{name} is there {runs[name in b]} only"
@@ -112,14 +115,14 @@ class States:
     """
 
     def __init__(self, module: nn.Module, engine: Any) -> None:
-        self._engine, self._random = engine, capture_random_states()
+        self._gradients = engine and engine.gradients
+        self._random = capture_random_states()
+        entries = self._gradients.trained if engine else []
         self._buffers = {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
-        units = [] if engine is None else engine.units
-        self._entries = {f"the gradient of {e.name}": e for unit in units for e in unit.trained}
-        found: dict[str, Tensor | None] = {**self._buffers}
-        for name, entry in self._entries.items():
-            found[name] = engine.gradients.part(entry)
-        self.values = {n: t.detach().clone() for n, t in found.items() if t is not None}
+        self._entries = {f"the gradient of {entry.name}": entry for entry in entries}
+        parts = {name: self._gradients.part(entry) for name, entry in self._entries.items()}
+        found = self._buffers | {name: part for name, part in parts.items() if part is not None}
+        self.values = {name: copy_of(tensor) for name, tensor in found.items()}
         self.values |= values_in(self._random, "the random state")
 
     def restore(self) -> None:
@@ -130,11 +133,10 @@ class States:
                 buffer.data.copy_(self.values[name])
         restore_random_states(self._random)
         for name, entry in self._entries.items():
-            gradients = self._engine.gradients
             if name in self.values:
-                gradients.room_for(entry).copy_(self.values[name])
-            elif gradients.has_gradient(entry):
-                gradients.clear(entry)
+                self._gradients.room_for(entry).copy_(self.values[name])
+            elif self._gradients.has_gradient(entry):
+                self._gradients.clear(entry)
 
 
 @contextmanager
@@ -168,8 +170,7 @@ class LogTape:
 
     def _log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         # hazard: the program may change the tensor in place after the call; keep a copy.
-        kept = value.detach().clone() if isinstance(value, Tensor) else value
-        self._calls.append((name, kept, args, options))
+        self._calls.append((name, copy_of(value), args, options))
 
     def record(self) -> AbstractContextManager[None]:
         """Replace ``module.log`` in the body by a function that only records the call."""
@@ -177,17 +178,12 @@ class LogTape:
 
     def play(self) -> None:
         """Make the recorded calls with the values that the tensors have now."""
-        # In 64 bits, sums that begin here have the default dtype of this context.
-        with self._module.trainer.precision_plugin.train_step_context():
-            for name, value, args, options in self._calls:
-                value = value.clone() if isinstance(value, Tensor) else value
-                self._module.log(name, value, *args, **options)
+        for name, value, args, options in self._calls:
+            self._module.log(name, copy_of(value), *args, **options)
 
     def values(self) -> dict[str, Any]:
-        """Return all logged values and options by a name for messages; tensors as copies."""
-        found: dict[str, Any] = {}
-        for number, (name, value, *options) in enumerate(self._calls):
-            where = f"`self.log({name!r}, ...)`, call {number} of the step,"
-            found[where] = value.clone() if isinstance(value, Tensor) else value
-            found[f"the options of {where}"] = repr(options)
-        return found
+        """Return all logged values by a name for messages, with the options; tensors as copies."""
+        return {
+            f"`self.log({name!r}, ...)`, call {k} of the step, with {options},": copy_of(value)
+            for k, (name, value, *options) in enumerate(self._calls)
+        }

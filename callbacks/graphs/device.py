@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ...strategies.collectives import LocalCollectives
 from ...strategies.support import without_collection
 from .random_states import CapturedRandomStates, note_offsets
 from .software_graph import OURS, ReportsWaits, SoftwareGraph, describe_line
@@ -74,12 +73,15 @@ class CudaGraphs:
     Autograd runs a node of a backward in the stream of its forward. So everything runs in the
     stream of the captures, eager steps and the optimizer too, and no stream waits for another
     between a step and its graph.
+
+    Attributes:
+        pools: that of most graphs, or those of graphs that are replayed out of order. Clear it when
+            all graphs, and so their pools, were reset.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # That of most graphs, and those of graphs that are replayed out of order.
-        self._pools: list[Any] = [torch.cuda.graph_pool_handle()]
+        self.pools = list[Any]()
 
     @contextmanager
     def in_stream(self) -> Iterator[None]:
@@ -100,14 +102,10 @@ class CudaGraphs:
             own_pool: use another pool than other graphs. Those of one pool overwrite each other's
                 memory unless they are replayed in the order of their captures.
         """
-        if own_pool:
-            self._pools.append(torch.cuda.graph_pool_handle())
-        pool, states = self._pools[-own_pool], CapturedRandomStates(self._device, offsets)
+        if own_pool or not self.pools:
+            self.pools.append(torch.cuda.graph_pool_handle())
+        pool, states = self.pools[-1], CapturedRandomStates(self._device, offsets)
         return [CudaGraph(pool, states, is_backward) for is_backward in (False, True)]
-
-    def renew_pools(self) -> None:
-        """Use a new pool, after all graphs, and so their pools, were reset."""
-        self._pools = [torch.cuda.graph_pool_handle()]
 
     @contextmanager
     def watch(self, waits: list[str], offsets: list[int]) -> Iterator[None]:
@@ -138,7 +136,7 @@ class CudaGraphs:
         """Return the reserved bytes of the pools; 0 if the allocator does not report them."""
         if torch.cuda.get_allocator_backend() != "native":
             return 0
-        segments = [s for pool in self._pools for s in torch.cuda.memory_snapshot(pool)]
+        segments = [s for pool in self.pools for s in torch.cuda.memory_snapshot(pool)]
         return sum(segment["total_size"] for segment in segments)
 
 
@@ -146,11 +144,11 @@ class SoftwareGraphs:
     """Makes graphs on the CPU, for tests and examples: there is one stream, and no pool.
 
     Args:
-        communicator: see :class:`SoftwareGraph`.
+        engine: the engine of `zero3`, if there is one, whose exchanges are recorded.
     """
 
-    def __init__(self, communicator: LocalCollectives | None = None) -> None:
-        self._communicator = communicator
+    def __init__(self, engine: Any) -> None:
+        self._communicator, self.pools = getattr(engine, "collectives", None), list[Any]()
 
     def in_stream(self) -> AbstractContextManager[None]:
         """See :meth:`CudaGraphs.in_stream`."""
@@ -159,9 +157,6 @@ class SoftwareGraphs:
     def make_pair(self, offsets: list[int], own_pool: bool = False) -> list[SoftwareGraph]:
         """See :meth:`CudaGraphs.make_pair`."""
         return [SoftwareGraph(self._communicator) for _ in range(2)]
-
-    def renew_pools(self) -> None:
-        """See :meth:`CudaGraphs.renew_pools`."""
 
     def watch(self, waits: list[str], offsets: list[int]) -> AbstractContextManager[object]:
         """See :meth:`CudaGraphs.watch`."""

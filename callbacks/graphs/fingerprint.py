@@ -56,17 +56,6 @@ def state_of(value: Any, depth: int = 2) -> Any:
     return type(value), [(key, state_of(each, depth - 1)) for key, each in items]
 
 
-def attributes_of(root: nn.Module) -> dict[str, Any]:
-    """Return the states of all attributes of all modules, by name."""
-    found = {}
-    for path, module in root.named_modules():
-        tables = vars(module), module._modules, module._parameters, module._buffers
-        for name, value in (item for table in tables for item in table.items()):
-            if name == "training" or name not in _INTERNAL:
-                found[f"{path}.{name}".lstrip(".")] = state_of(value)
-    return found
-
-
 def _names_in(code: CodeType) -> Iterator[str]:
     yield from code.co_names
     for inner in code.co_consts:
@@ -77,16 +66,44 @@ def _names_in(code: CodeType) -> Iterator[str]:
 def names_read(module: nn.Module, method: str) -> set[str]:
     """Return the names that a method mentions, and the methods that it mentions in turn."""
     names, waiting = set[str](), [method]
+    tables = [vars(module), *(vars(each) for each in type(module).__mro__ if each not in _BASES)]
     while waiting:
         name = waiting.pop()
-        tables = [vars(each) for each in type(module).__mro__ if each not in _BASES]
-        for found in (table[name] for table in [vars(module), *tables] if name in table):
+        for found in (table[name] for table in tables if name in table):
             function = found.fget if isinstance(found, property) else inspect.unwrap(found)
             code = getattr(getattr(function, "__func__", function), "__code__", None)
             new = set() if code is None else set(_names_in(code)) - names
             names |= new
             waiting += new
     return names
+
+
+Spot = tuple[str, Callable[[], Any]]  # the name of a value, and what gets it
+
+
+def attributes_of(root: nn.Module, method: str | None = None) -> Iterator[Spot]:
+    """Yield what may change in ``root`` and in the modules inside it.
+
+    Args:
+        root: a module.
+        method: yield hooks, weights, hyper-parameters and the attributes that this method of
+            ``root``, or the ``forward`` of a module, mentions. None: yield all attributes.
+    """
+    for path, module in root.named_modules():
+        if method is None:
+            names = set(vars(module))
+        elif isinstance(module, Metric):
+            continue  # its state changes by design
+        else:
+            names = names_read(module, "forward")
+            names |= names_read(root, method) if module is root else set()
+        names = (names - _INTERNAL) | _ALWAYS
+        tables = [(table, names & table.keys()) for table in map(vars, type(module).__mro__)]
+        tables.append((vars(module), names))  # those that will be added, too
+        tables += [(table, set(table)) for table in (module._parameters, module._buffers)]
+        for table, keys in tables:
+            for key in keys:
+                yield f"{path}.{key}".lstrip("."), partial(table.get, key)
 
 
 class Fingerprint:
@@ -102,31 +119,19 @@ class Fingerprint:
     """
 
     def __init__(self, trainer: Trainer, module: nn.Module, method: str) -> None:
-        mentioned = names_read(module, method)
-        # What gets each value; the value, if only an assignment can change it; and its state.
-        self._spots: list[tuple[str, Callable[[], Any], Any, Any]] = []
-        for path, each in module.named_modules():
-            if isinstance(each, Metric):
-                continue  # its state changes by design
-            names = names_read(each, "forward") | (mentioned if each is module else set())
-            mentioned |= names
-            names = (names - _INTERNAL) | _ALWAYS
-            tables = [(table, names & table.keys()) for table in map(vars, type(each).__mro__)]
-            tables.append((vars(each), names))  # those that will be added, too
-            tables += [(table, set(table)) for table in (each._parameters, each._buffers)]
-            for table, keys in tables:
-                for key in keys:
-                    self._note(f"{path}.{key}".lstrip("."), partial(table.get, key))
-        for key in mentioned & set(dir(trainer)):
+        spots = [*attributes_of(module, method)]
+        spots.append(("engine of `zero3`", partial(getattr, trainer.strategy, "engine", None)))
+        reads = [names_read(each, "forward") for each in module.modules()]
+        for key in names_read(module, method).union(*reads) & set(dir(trainer)):
             # What is no plain value of the Trainer, as its callbacks, is not of the step.
             if is_constant(getattr(trainer, key)):
-                self._note(f"trainer.{key}", partial(getattr, trainer, key))
-        self._note("engine of `zero3`", partial(getattr, trainer.strategy, "engine", None))
-
-    def _note(self, name: str, get: Callable[[], Any]) -> None:
-        state = state_of(value := get())
-        is_fixed = is_constant(value) or state == (id(value), value)
-        self._spots.append((name, get, value if is_fixed else self, state))
+                spots.append((f"trainer.{key}", partial(getattr, trainer, key)))
+        # What gets each value; the value, if only an assignment can change it; and its state.
+        self._spots: list[tuple[str, Callable[[], Any], Any, Any]] = []
+        for name, get in spots:
+            state = state_of(value := get())
+            is_fixed = is_constant(value) or state == (id(value), value)
+            self._spots.append((name, get, value if is_fixed else self, state))
 
     def changes(self) -> list[str]:
         """Return the names of what has changed since."""

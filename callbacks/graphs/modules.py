@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .program import Fit, NotCapturable, Program, Record, Run, signature
+from .program import Program, Record, signature
 
 
 def find_modules(root: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:
@@ -41,38 +41,14 @@ class CapturedModule(Program):
 
     Each rank decides by its own inputs which signatures it captures, and when: modules exchange
     nothing inside, and ranks may run them different numbers of times.
-
-    Args:
-        name: the module's name.
-        module: the module to be captured.
-        fit: the fit.
     """
 
     has_own_pool = True
 
-    def __init__(self, name: str, module: nn.Module, fit: Fit) -> None:
-        super().__init__(f"module {name!r}", fit, module, "forward")
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Take the place of the module's ``forward``."""
-        run, record, inputs = Run.PLAIN, Record(), (args, kwargs)
-        if not self.is_eager and torch.is_grad_enabled():
-            try:
-                run, record = self._choose(inputs)
-            except NotCapturable as error:
-                self.problems.append(str(error))
-        self.is_eager |= bool(self.problems)  # the other ranks follow before the next batch
-        is_plain = self.is_eager or run is Run.PLAIN
-        return self.eager(*args, **kwargs) if is_plain else self.run(run, record, inputs)
-
-    def _choose(self, inputs: Any) -> tuple[Run, Record]:
-        """Return how to run the module, and the record of its inputs.
-
-        Raises:
-            NotCapturable: it cannot be captured where it runs now, or with these inputs.
-        """
+    def decide(self, inputs: Any) -> Record | None:
+        """See :meth:`Program.decide`."""
         if in_checkpoint():
-            raise NotCapturable(
+            self.problems.append(
                 "a checkpoint runs it, and again in the backward. Put the checkpoint inside of the"
                 " module."
             )
@@ -81,10 +57,12 @@ class CapturedModule(Program):
         device = self.fit.device.type
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         key = signature(inputs), autocast
-        known = self.records.get(key, Record())
-        if known.graphs is not None and known.graphs.is_busy:
-            return Run.PLAIN, known  # it runs twice before a backward
-        return self.choose(key)
+        known = self.records.get(key, Record()).graphs
+        if known is not None and known.is_busy:
+            return None  # it runs twice before a backward
+        record = self.choose(key)
+        self.is_eager |= bool(self.problems)  # the other ranks follow before the next batch
+        return None if self.is_eager else record
 
     def _look(self, inputs: Any) -> dict[str, Any]:
         """Return what a replay leaves as it is, by what changes it."""

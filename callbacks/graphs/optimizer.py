@@ -18,7 +18,7 @@ from .software_graph import SoftwareGraph
 _CAPTURABLE = "Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, ASGD, RMSprop and Rprop"
 _REMEDY = (
     "A learning rate may be a tensor, which schedulers write into:"
-    ' `lr=torch.tensor(0.001, device="cuda")`.'
+    ' `lr=torch.tensor(0.001, device="cuda")`. For 16-mixed use `capturable=True` without `fused`.'
 )
 
 
@@ -35,8 +35,7 @@ class CapturedOptimizer(Part):
     """
 
     def __init__(self, optimizer: Optimizer, fit: Fit) -> None:
-        super().__init__("the optimizer's step", remedy=_REMEDY)
-        self._optimizer, self._make_pair = optimizer, fit.graphs.make_pair
+        super().__init__("the optimizer's step", fit, optimizer, "step", remedy=_REMEDY)
         self._graph: CudaGraph | SoftwareGraph | None = None
         self._last_state: dict[str, Any] = {}  # what the last eager step depended on
         self._gradients: list[Tensor] = []  # where the graph reads them
@@ -50,34 +49,24 @@ class CapturedOptimizer(Part):
                     " `capturable=True`; `CUDAGraphStep(optimizer=False)` leaves the optimizer"
                     " eager."
                 )
-        # A step that an `LRScheduler` of torch has set on the object.
-        self._own_step = vars(optimizer).get("step")
-        step = Optimizer.profile_hook_step(self._step)  # which calls the hooks
-        optimizer.step = partial(step, optimizer)  # type: ignore[method-assign]
-
-    def uninstall(self) -> None:
-        """Free the graph and restore the optimizer's ``step``."""
-        self.drop()
-        del self._optimizer.step
-        if self._own_step is not None:
-            self._optimizer.step = self._own_step  # type: ignore[method-assign]
 
     def drop(self) -> None:
         """Free the graph; the next step is eager."""
         if self._graph is not None:
             self._graph.reset()
-        self._graph, self._last_state, self._gradients = None, {}, []
+        self._graph, self._last_state = None, {}
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Take the place of the optimizer's ``step``."""
+        self.steps += 1
+        step = Optimizer.profile_hook_step(self._step)  # which calls the hooks
+        return step(self._owner, *args, **kwargs)
 
     def _step(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
         result = None if closure is None else closure()
         # `LRScheduler.step` warns unless its replacement of `optimizer.step` has set this.
         optimizer._opt_called = True
         update = partial(type(optimizer).step.__wrapped__, optimizer)  # without hooks
-        if getattr(optimizer, "found_inf", None) is not None and not self.is_eager:
-            self.problems = [
-                f"{type(optimizer).__name__} is fused, and takes the loss scale of 16-mixed itself,"
-                " in other memory each time. Use bf16-mixed, or `capturable=True` without `fused`."
-            ]
         now, before = self._state(), self._last_state
         changed = [name for name in now if now[name] != before.get(name)]
         if changed and before and not self.is_eager:
@@ -89,10 +78,9 @@ class CapturedOptimizer(Part):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         found = [p.grad for p in parameters if p.grad is not None]
         if self._graph is None:
-            self._gradients, (graph, _) = found, self._make_pair([])
-            with graph.capture():
+            self._gradients, (self._graph, _) = found, self.fit.graphs.make_pair([])
+            with self._graph.capture():
                 update()
-            self._graph = graph
         torch._foreach_copy_(self._gradients, found)
         self._graph.replay()
         self.replays += 1
@@ -100,16 +88,14 @@ class CapturedOptimizer(Part):
 
     def _state(self) -> dict[str, Any]:
         """Return by name what a captured update depends on; of tensors the objects, not values."""
-        found: dict[str, Any] = {}
-        for number, group in enumerate(self._optimizer.param_groups):
+        scale = "`found_inf`, by which 16-mixed tells fused optimizers of overflows,"
+        found = {scale: state_of(getattr(self._owner, "found_inf", None))}
+        for number, group in enumerate(self._owner.param_groups):
             where = f"of param group {number}"
             found |= {f"`{n}` {where}": state_of(v) for n, v in group.items() if n != "params"}
-            params = group["params"]
-            states = [v for p in params for v in self._optimizer.state.get(p, {}).values()]
-            found[f"The list of parameters, or their state, {where}"] = [
-                (id(value), value) for value in [*params, *states]
-            ]
-            found[f"The set of parameters with gradients {where}"] = [
-                p.grad is None for p in params
+            found[f"The list of parameters, or their state or gradients, {where}"] = [
+                (id(each), each)
+                for p in group["params"]
+                for each in (p, *self._owner.state.get(p, {}).values(), p.grad is None)
             ]
         return found

@@ -74,30 +74,28 @@ class CapturedRandomStates:
             RuntimeError: the captured program saved other states than the eager one, or goes back
                 to one in a way that no graph can repeat.
         """
-        unused = dict(enumerate(self.states))
-        home: Tensor | None = None
+        # Where a state that was saved leads to. Each of them once, but home as often as it is left.
+        known = dict(zip(self._saved, self.states, strict=True)) if is_backward else {}
         is_home = True
 
         def get_rng_state(*_: object) -> Tensor:
-            nonlocal home
             state = torch.empty(0, dtype=torch.uint8)  # only its identity counts
             if not is_backward:
                 self._saved.append(state)
             elif is_home:
-                home = state
+                known[state] = self._home
             return state
 
         def set_rng_state(state: Tensor, *_: object) -> None:
             nonlocal is_home
-            is_home = state is home
-            number = next((n for n, saved in enumerate(self._saved) if saved is state), -1)
-            found = self._home if is_home else unused.pop(number, None)
-            if found is None or not is_backward:
+            found = known.pop(state, None)
+            if found is None:
                 raise RuntimeError(
                     "It goes back to a random state as no graph can, as dropout does in a"
                     " checkpoint inside of a re-entrant one. Make the outer one with"
                     " `use_reentrant=False`."
                 )
+            is_home = found is self._home
             self._generator.graphsafe_set_state(found)
 
         calls = {"get_rng_state": get_rng_state, "set_rng_state": set_rng_state}

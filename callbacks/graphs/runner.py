@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,16 +16,13 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch._functorch import config as functorch_config
 
 from ...strategies.collectives import Meeting, make_collectives
-from ...strategies.liveness import Activity
 from .fingerprint import names_read
 from .modules import CapturedModule, find_modules
 from .optimizer import CapturedOptimizer
-from .program import Fit, NotCapturable, Part, Program, Record, Run, signature
+from .program import Fit, Part, Program, Record, signature
 
+_OPTIONS = "offload", "activations", "debug", "reduce_once"  # of `zero3`, which rule graphs out
 _LEAST = torch.iinfo(torch.int64).min
-_NO_LOSS = (
-    "`training_step` returned no loss. Return one that is zero, so that every step is the same."
-)
 
 
 class GraphCaptureError(RuntimeError):
@@ -33,29 +30,17 @@ class GraphCaptureError(RuntimeError):
 
 
 class Step(Program):
-    """Replaces ``training_step``: of the module, or with `zero3`, which exchanges inside, the
-    strategy's.
+    """Replaces the module's ``training_step``."""
 
-    Args:
-        runner: the runner.
-
-    Attributes:
-        steps: number of micro-batches so far; those that are not replayed run eagerly.
-        is_replay: whether the current micro-batch is replayed.
-    """
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner, strategy = runner, runner.trainer.strategy
-        owner = runner.root if runner.engine is None else strategy
-        super().__init__("the training step", runner, runner.root, "training_step", owner)
-        self.steps, self.is_replay = 0, False
+    fit: Runner
+    _last = -1
 
     def drop(self) -> None:
         """Free all graphs, and with them the memory pool."""
         super().drop()
-        for part in self._runner.parts[1:]:
+        for part in self.fit.parts[1:]:
             part.drop()
-        self.fit.graphs.renew_pools()
+        self.fit.graphs.pools.clear()
 
     def stop(self) -> None:
         """Run eagerly from now on."""
@@ -68,42 +53,27 @@ class Step(Program):
         """The engine of `zero3`, to whose gradients the step adds."""
         return self.fit.engine
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Take the place of ``training_step``."""
-        self.is_replay, self.steps = False, self.steps + 1
-        run, record = (Run.PLAIN, Record()) if self.is_eager else self._choose(args[0])
-        if run is Run.PLAIN:
-            return self.eager(*args, **kwargs)
-        self.is_replay = run in (Run.CAPTURE, Run.REPLAY)
-        watch = getattr(self.fit.trainer.strategy, "watch", None)
-        with nullcontext() if watch is None else watch.doing(Activity.FORWARD):
-            output = self.run(run, record, (args, kwargs))
-        if output is None:  # and no backward comes
-            (record.problems if record.graphs is None else self.problems).append(_NO_LOSS)
-        return output
-
-    def _choose(self, batch: Any) -> tuple[Run, Record]:
-        """Return how to run a micro-batch, and its record; collective.
+    def decide(self, inputs: Any) -> Record | None:
+        """See :meth:`Program.decide`; collective.
 
         All ranks know the signatures of all, so they take the same decisions. On all ranks this
         method also does what one of them needs: stop capturing, drop graphs that are out of date,
         or run an optimizer's update eagerly.
         """
-        digest = 0
-        try:
-            digest = hash(signature(batch)) >> 1  # an int64 above the least
-        except NotCapturable as error:
-            self.problems.append(str(error))
-        changes = self.changes()
-        digests, is_stale = self._runner.agree([digest, bool(changes)])
+        now = self.fit.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if now == self._last:
+            return None  # it runs again for the same micro-batch
+        self._last, changes = now, self.changes()
+        digest = hash(signature(inputs[0][0])) >> 1  # an int64 above the least
+        digests, is_stale = self.fit.agree([digest, bool(changes)])
         if self.is_eager:
-            return Run.PLAIN, Record()
+            return None
         if any(is_stale):
             self.recapture(changes)
-        run, record = self.choose(digests)
-        if run is Run.CAPTURE:
-            self._runner.agree()
-        return (Run.PLAIN, Record()) if self.is_eager else (run, record)
+        record = self.choose(digests)
+        if record is not None and record.is_replay and record.graphs is None:
+            self.fit.agree()
+        return None if self.is_eager else record
 
 
 class Runner(Fit):
@@ -128,33 +98,32 @@ class Runner(Fit):
         self._size = self._communicator.world_size * self._communicator.replicas
         self._stack = ExitStack()
 
-    def install(self, optimizer: bool, patterns: list[str] | None) -> None:
-        """Replace the methods of what is captured; collective.
-
-        Args:
-            optimizer: capture the optimizers' updates beside the step.
-            patterns: names of modules to capture instead of the step.
-        """
+    def install(self) -> None:
+        """Replace the methods of what is captured; collective."""
         self._stack.enter_context(self.graphs.in_stream())
         # What `torch.compile` makes from here on can be differentiated twice.
         self._stack.enter_context(functorch_config.patch(donated_buffer=False))
+        patterns, optimizers = self.options.modules, self.trainer.optimizers
         problems = check_run(self.trainer, patterns is None)
         found = {} if patterns is None else find_modules(self.root, patterns)
         if any(flag for (flag,) in self._gather([bool(problems)])):
             self._report("the training step" if patterns is None else "a module", problems)
         elif patterns is not None:
-            self.parts = [CapturedModule(name, module, self) for name, module in found.items()]
+            self.parts = [
+                CapturedModule(f"module {name!r}", self, module, "forward")
+                for name, module in found.items()
+            ]
         else:
-            self.step = Step(self)
-            optimizers = self.trainer.optimizers if optimizer else []
-            self.parts = [self.step, *(CapturedOptimizer(each, self) for each in optimizers)]
+            self.step = Step("the training step", self, self.root, "training_step")
+            captured = optimizers if self.options.optimizer else []
+            self.parts = [self.step, *(CapturedOptimizer(each, self) for each in captured)]
 
     def uninstall(self) -> None:
         """Free the graphs and restore all methods."""
         for part in self.parts:
             part.uninstall()
         self.parts = []
-        self.graphs.renew_pools()
+        self.graphs.pools.clear()
         self._stack.close()
 
     def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -168,7 +137,7 @@ class Runner(Fit):
         Raises:
             DivergenceError: another rank of `zero3` has come to another exchange.
         """
-        if self._size == 1:
+        if self._size == 1 or not numbers:
             return [list(numbers)]
         # `agree` returns the maximum over ranks; each rank fills in its own row only.
         rows = torch.full((self._size, len(numbers)), _LEAST, dtype=torch.int64, device="cpu")
@@ -195,8 +164,6 @@ class Runner(Fit):
         # problems is so on all ranks, so this list is the same everywhere.
         parts = [part for part in self.parts if part.problems or not part.is_eager]
         flags = [bool(part.problems) for part in parts]
-        if not numbers and not flags:
-            return []
         columns = list(zip(*self._gather([*numbers, *flags]), strict=True))
         for part, has_problems in zip(parts, columns[len(numbers) :], strict=True):
             if any(has_problems):
@@ -219,7 +186,7 @@ class Runner(Fit):
         text = f"CUDAGraphStep: {subject} cannot be captured{where}:\n" + "\n".join(
             f"  - {problem}" for problem in dict.fromkeys(found)
         )
-        if self.strict:
+        if self.options.strict:
             raise GraphCaptureError(text)
         rank_zero_warn(
             f"{text}\nIt runs without a graph on all ranks. `CUDAGraphStep(strict=True)` makes this"
@@ -238,15 +205,11 @@ class Runner(Fit):
     def summary(self) -> str:
         """Return some lines about the run."""
         sizes = [f"{n} {size / 2**20:.1f} MiB" for n, size in self.memory_bytes().items()]
-        if self.step is None:
-            counts = ", ".join(f"{part.name} {part.replays} times" for part in self.parts)
-            return f"CUDAGraphStep: replayed {counts or 'nothing'}\n  memory: {', '.join(sizes)}"
-        step = self.step
-        shapes = f"{len(step.graphs)} shape{'s' * (len(step.graphs) != 1)}"
-        return (
-            f"CUDAGraphStep: {step.replays} of {step.steps} micro-batches replayed, of {shapes}"
-            f"\n  {step.verified} verified; memory: {', '.join(sizes)}"
-        )
+        counts = [
+            f"{part.name}: {part.replays} of {part.steps} runs replayed, {part.verified} verified"
+            for part in self.parts
+        ]
+        return "\n  ".join([f"CUDAGraphStep: memory: {', '.join(sizes)}", *counts])
 
 
 def check_run(trainer: Trainer, is_step: bool) -> list[str]:
@@ -257,30 +220,26 @@ def check_run(trainer: Trainer, is_step: bool) -> list[str]:
         is_step: whether the whole step is captured, and not single modules.
     """
     strategy, module = trainer.strategy, trainer.lightning_module
-    engine = getattr(strategy, "engine", None)
     is_zero3 = getattr(strategy, "strategy_name", "") == "zero3"
     settings = [os.environ.get(f"PYTORCH_{n}_CONF", "") for n in ("CUDA_ALLOC", "ALLOC")]
     is_expandable = any("expandable_segments:True" in setting for setting in settings)
     has_registration = os.environ.get("NCCL_GRAPH_REGISTER") != "0"
-    reasons = {
+    reasons: dict[str, Any] = {
         f"The strategy {type(strategy).__name__} is not known to work. Use one device, `ddp` or"
         " `zero3`.": not (is_zero3 or isinstance(strategy, SingleDeviceStrategy | DDPStrategy)),
-        "`offload` and `activations` wait for the host, which a captured step cannot. Leave out one"
-        " of the two.": engine is not None and (engine.host or engine.activations) is not None,
-        "`Zero3Strategy(debug=True)` looks at values on the host.": getattr(
-            strategy, "_debug", False
-        ),
-        "`Zero3Strategy(reduce_once=True)` exchanges something else in each micro-batch of a"
-        " window. Leave it out.": getattr(strategy, "_reduce_once", False),
         "NCCL registers the memory of graphs, which hangs with expandable_segments. Set"
         " NCCL_GRAPH_REGISTER=0.": is_expandable and has_registration and trainer.world_size > 1,
     }
+    for option in _OPTIONS if is_step else (*_OPTIONS, "stop_on_nonfinite"):
+        value = getattr(strategy, f"_{option}", None)
+        reasons[
+            f"`Zero3Strategy({option}=...)` waits for the host, or does something else in some"
+            " micro-batches, as no graph can. Leave it out."
+        ] = value is not None and value is not False
     if not is_step:
         reasons |= {
             "With `zero3` on several ranks weights of single modules lie where others lay before."
             " Capture the whole step.": is_zero3 and trainer.world_size > 1,
-            "`Zero3Strategy(stop_on_nonfinite=True)` looks at what units inside of modules"
-            " compute.": getattr(strategy, "_stop_on_nonfinite", False),
         }
     else:
         loggers = names_read(module, "training_step") & {"logger", "loggers"}
@@ -292,9 +251,6 @@ def check_run(trainer: Trainer, is_step: bool) -> list[str]:
             ),
             f"`training_step` mentions `{min(loggers, default='')}`, and a graph would use it only"
             " once, at its capture. Use `self.log`, or do it in `on_train_batch_end`.": loggers,
-            "LBFGS runs a step several times; how often depends on values.": any(
-                isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers
-            ),
             "`Trainer(detect_anomaly=True)` looks at values on the host.": trainer._detect_anomaly,
         }
     return [reason for reason, holds in reasons.items() if holds]

@@ -127,12 +127,12 @@ def _memory_of(tensor: Tensor) -> int:
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs operations, appends them to ``calls``, and can restore tensors that they wrote."""
+    """Runs operations, appends them to ``calls``, and can restore the tensors that were there."""
 
     def __init__(self, calls: list[Any]) -> None:
         super().__init__()
         self._calls = calls
-        # For each storage that was written: a tensor in it, and a copy of the storage before.
+        # For each storage that was used: a tensor in it, and a copy of the storage before.
         self._saved: dict[int, tuple[Tensor, torch.UntypedStorage]] = {}
         self.is_exchanging = False
 
@@ -143,12 +143,10 @@ class _Recorder(TorchDispatchMode):
                 f"{func} was called while a graph was captured. It needs a value, or a size that"
                 " depends on values, on the host, and there are no values yet."
             )
-        # Schemas of collectives and of batch norm do not tell that they write.
-        writes = func._schema.is_mutable or func.namespace == "c10d"
-        if writes := writes or func.overloadpacket is _aten.native_batch_norm:
-            self._save_values(tensors_in((args, kwargs)))
+        given = tensors_in((args, kwargs))
+        self._save_values(given)
         result = func(*args, **kwargs)
-        shared = {_memory_of(tensor) for tensor in tensors_in((args, kwargs))}
+        shared = {_memory_of(tensor) for tensor in given}
         made = [
             (position, tensor.detach())
             for position, tensor in enumerate(tensors_in(result))
@@ -160,21 +158,21 @@ class _Recorder(TorchDispatchMode):
         def run() -> Any:
             return func(*fixed_args, **fixed_kwargs)
 
-        if func.namespace == "c10d":
-            self._calls.append((lambda: Work.unbox(run()[1]).wait(), []))
-        elif made or writes:
-            self._calls.append((run, made))
+        is_exchange = func.namespace == "c10d"
+        self._calls.append(
+            (lambda: Work.unbox(run()[1]).wait(), []) if is_exchange else (run, made)
+        )
         return result
 
     def record_call(self, run: Callable[[], Any], written: Sequence[Tensor] = ()) -> Any:
-        """Make a call and record it as one operation, which writes to the tensors ``written``."""
+        """Make a call and record it as one operation, which may write to ``written``."""
         self._save_values(written)
         self._calls.append((run, []))
         with _disable_current_modes():
             return run()
 
-    def _save_values(self, written: Sequence[Tensor]) -> None:
-        for tensor in written:
+    def _save_values(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
             key = _memory_of(tensor)
             if key not in self._saved:
                 self._saved[key] = tensor.detach(), tensor.untyped_storage().clone()

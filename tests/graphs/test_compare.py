@@ -293,6 +293,7 @@ def test_an_allocator_that_tells_nothing_of_pools(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda pool: [{"total_size": 3}])
     graphs = CudaGraphs(torch.device("cuda"))
+    graphs.pools.append((0, 1))
     for backend, nbytes in (("native", 3), ("cudaMallocAsync", 0)):
         monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda backend=backend: backend)
         assert graphs.pool_nbytes() == nbytes
@@ -308,7 +309,7 @@ def test_a_wrong_replay_never_reaches_the_weights_while_it_is_verified(strategy,
     def wrong(graph):
         replay(graph)
         replays.append(graph)
-        if len(replays) > 4:  # of a forward and a backward, to capture it, and at the capture
+        if len(replays) > 2:  # of a forward and a backward, at the capture
             for _, targets in graph._calls:
                 for _, target in targets:
                     if target.is_floating_point():

@@ -134,6 +134,24 @@ def test_packed_sequences_of_other_lengths_are_other_shapes():
     assert_same(mine.state_dict(), reference.state_dict())
 
 
+class RunsAgain(Net):
+    """Its optimizer runs each step several times, and a validation runs a step of training."""
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("validation", self.training_step(batch, batch_idx)["loss"])
+
+
+@pytest.mark.parametrize("strategy", ["auto", "zero3"])
+def test_a_step_that_runs_again_in_its_micro_batch_or_in_a_validation_is_eager_then(strategy):
+    callback = Counting(software=True, strict=True)
+    mine = fit(RunsAgain(), callback, strategy=strategy, max_epochs=3)
+    assert callback.replays == 3 * 11 - 3 - 3 - 2
+    assert_same_run(mine, fit(RunsAgain(), strategy=strategy, max_epochs=3))
+
+
 class PrintsAtTheEnd(Net):
     """Of the last batch of an epoch, which is smaller: no graph holds that."""
 

@@ -388,7 +388,7 @@ CASES = {
     index: DIFFERS + "the output is",
     growing_number: DIFFERS + "the output is",
     growing_tensor: DIFFERS + "the output is",
-    log_options: CHANGES + r"the options of `self\.log\('loss', \.\.\.\)`",
+    log_options: CHANGES + r"`self\.log\('loss', .*'batch_size': 2.*, is there in the next only",
     logged_number: CHANGES + r"`self\.log\('temperature', .* is 1\.0 in one step and 2\.0 in the",
     logged_sometimes: CHANGES + r"`self\.log\('sometimes', .* is there in one step only",
     branch_on_index: CHANGES + r"`self\.log\('rare', .* is there in one step only",

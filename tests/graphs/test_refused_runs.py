@@ -41,11 +41,6 @@ class Manual(Small):
         optimizer.step()
 
 
-class Closures(Small):
-    def configure_optimizers(self):
-        return torch.optim.LBFGS(self.parameters())
-
-
 def zero3(**options):
     return partial(Zero3Strategy, **options)
 
@@ -78,11 +73,6 @@ class Hides:
             "The module optimizes manually",
         ),
         (
-            Closures(same),
-            {},
-            "LBFGS runs a step several times",
-        ),
-        (
             Fetches(same),
             {},
             r"`training_step\(self, dataloader_iter\)` fetches batches itself\. Take a batch",
@@ -95,12 +85,12 @@ class Hides:
         (
             Small(same),
             {"strategy": zero3(debug=True)},
-            r"`Zero3Strategy\(debug=True\)` looks at values on the host",
+            r"`Zero3Strategy\(debug=\.\.\.\)` waits for the host, .*Leave it out",
         ),
         (
             Small(same),
             {"strategy": zero3(reduce_once=True)},
-            r"reduce_once=True\)` exchanges something else .*Leave it out",
+            r"`Zero3Strategy\(reduce_once=\.\.\.\)` .* does something else .*Leave it out",
         ),
         (
             Small(same, [{"x": torch.ones(4, 3), "s": torch.eye(3).to_sparse()}] * 4),
@@ -108,7 +98,7 @@ class Hides:
             r"A tensor of the inputs has layout torch\.sparse_coo\. Pass dense ones",
         ),
     ],
-    ids=["manual", "LBFGS", "iterator", "anomaly", "debug", "once", "sparse"],
+    ids=["manual", "iterator", "anomaly", "debug", "once", "sparse"],
 )
 def test_runs_that_cannot_be_captured_at_all(module, options, message):
     options = {name: value() if callable(value) else value for name, value in options.items()}

@@ -164,7 +164,7 @@ ROOMS = [
     Room(
         "callbacks/graphs",
         "the training step as CUDA graphs",
-        "strategies/support strategies/collectives strategies/engine strategies/liveness",
+        "strategies/support strategies/collectives strategies/engine",
         f"{_LIGHTNING} torchmetrics lightning_utilities",
         tokens=12_632,
     ),
