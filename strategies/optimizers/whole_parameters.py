@@ -126,7 +126,7 @@ class WholeParameters(StandIns):
     def _by_unit(self, groups: Sequence[Sequence[Entry]]) -> dict[Unit, set[Entry]]:
         found: dict[Unit, set[Entry]] = defaultdict(set)
         for entry in chain(*groups):
-            found[self.engine.units[entry.unit]].add(entry)
+            found[entry.unit].add(entry)
         return found
 
     # ---------------------------------------------------------------------------------------- state

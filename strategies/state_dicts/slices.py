@@ -164,7 +164,7 @@ def slice_of(engine: Zero3Engine, entry: Entry, part: Tensor) -> SlicedTensor:
         part: this rank's elements, in the parameter's memory order. The slice views them.
     """
     parts = {} if entry.span is None else dict(_cut_views(part, entry))
-    gather = partial(engine.units[entry.unit].whole, entry, part)
+    gather = partial(entry.unit.whole, entry, part)
     return SlicedTensor(entry.name, entry.size, part.dtype, part.device, parts, gather)
 
 
