@@ -107,6 +107,7 @@ class _Sharded(_Copied, Tensor):
         views: the functions that lead to this view, each with its further arguments.
     """
 
+    zero3_entry: Any  # the parameter's
     since: int | None = None
     views: tuple[tuple[Any, tuple, dict[str, Any]], ...] = ()
 
@@ -193,8 +194,6 @@ class ShardedParameter(_Sharded, nn.Parameter):
 
 class ShardedTensor(_Sharded):
     """The value of a sharded parameter, or its gradient, whenever it is read; or a view of it."""
-
-    zero3_entry: Any  # the parameter's
 
 
 def sharded_tensor(entry: Any, absent: Tensor, since: int | None) -> ShardedTensor:
@@ -404,6 +403,7 @@ class _InUse(_Copied, nn.Parameter):
     Torch's own ``data`` hides them (``parameter.data.clamp_()``): the shards would not follow.
     """
 
+    zero3_entry: Any
     since, views = None, ()  # see `_Sharded`
     grad = _GRAD
 
