@@ -26,7 +26,7 @@ def train_copy(
     parameters: Sequence[nn.Parameter],
     grads: Sequence[Sequence[Tensor]],
     loss: float = 1.0,
-) -> None:
+) -> Optimizer:
     """Let a copy of ``optimizer`` train ``parameters``, which are its one param group.
 
     The copy takes every other step with a closure, if it accepts one, and all if it requires one.
@@ -38,6 +38,9 @@ def train_copy(
         grads: gradients of each step, one for each parameter; in each step a tenth of the
             parameter is added.
         loss: value that the closure returns.
+
+    Returns:
+        The copy, with its state.
     """
     copy = _copy_optimizer(optimizer, options, parameters)
     closure = inspect.signature(copy.step).parameters.get("closure")
@@ -50,6 +53,7 @@ def train_copy(
                 copy.step()
             else:
                 copy.step(closure=evaluate)
+    return copy
 
 
 def _copy_optimizer(
