@@ -52,6 +52,7 @@ class ShardedLoader(DataLoader):
         find_number: returns which of the loaders that are read together this is.
         place_on_device: whether this loader copies batches to the device.
         accumulate: micro-batches per step, as written into states.
+        batches_to_skip: how many batches the next pass alone leaves out.
         saved_run: the run that saved the loaded state; None again from the next epoch on.
     """
 
@@ -97,7 +98,7 @@ class ShardedLoader(DataLoader):
         # the rest of the bookkeeping.
         self._history: deque[tuple[int, Any, bool]] = deque(maxlen=3)
         self._loaded_state: dict[str, Any] | None = None
-        self._batches_to_skip = 0
+        self.batches_to_skip = 0
         is_dispatched = options.sharding == "dispatch" and world_size > 1
         self._dispatch_group = dist.new_group(backend="gloo") if is_dispatched else None
 
@@ -107,7 +108,7 @@ class ShardedLoader(DataLoader):
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
-        rows_to_skip, self._batches_to_skip = self._batches_to_skip, 0
+        rows_to_skip, self.batches_to_skip = self.batches_to_skip, 0
         origin = self._begin_pass(rows_to_skip)
         if origin.is_finished:
             return
@@ -181,11 +182,6 @@ class ShardedLoader(DataLoader):
         # Without workers, the dataset may look at what the current step changes.
         return DeviceFeed(pairs, self.device, ahead=self.feed.loader.num_workers > 0)
 
-    def skip_first_batches(self, batches: int) -> ShardedLoader:
-        """Make the next pass alone leave out this rank's first ``batches`` batches."""
-        self._batches_to_skip = batches
-        return self
-
     # ---- lengths ---------------------------------------------------------------------------
 
     def __len__(self) -> int:
@@ -258,12 +254,7 @@ class ShardedLoader(DataLoader):
         place = self.place
         state = {
             "version": VERSION,
-            "epoch": place.epoch,
-            "cycle": place.cycle,
-            "batches": place.batches,
-            "new_epoch": place.is_new_epoch,
-            "finished": place.is_finished,
-            "position": self.feed.save_position(place.position),
+            "place": {**vars(place), "position": self.feed.save_position(place.position)},
             "seed": self.seed,
             "world_size": self.world_size,
             "row_samples": self.row_samples,
@@ -272,7 +263,7 @@ class ShardedLoader(DataLoader):
         }
         if self.feed.is_sharded_by_user and self.world_size > 1:
             positions: list[Any] = [None] * self.world_size
-            dist.all_gather_object(positions, state["position"])
+            dist.all_gather_object(positions, state["place"]["position"])
             state["position_per_rank"] = positions
         return state
 
@@ -281,24 +272,18 @@ class ShardedLoader(DataLoader):
         self._check_state(state)
         self.seed = state["seed"]
         self.feed.reseed(state["seed"])
-        saved_position = state["position"]
+        saved_place = Place(**state["place"])
+        saved_position = saved_place.position
         if "position_per_rank" in state:
             saved_position = state["position_per_rank"][self.rank]
-        self.feed.set_epoch(state["epoch"])
+        self.feed.set_epoch(saved_place.epoch)
         position = self.feed.load_position(saved_position, state["feed"])
         self._origin = None
         self._history.clear()
         done_batches = self.feed.count_done_batches(position)
         if done_batches is None:
-            done_batches = state["batches"] * state["row_samples"] // self.row_samples
-        place = Place(
-            state["epoch"],
-            state["cycle"],
-            done_batches,
-            position,
-            state["new_epoch"],
-            state["finished"],
-        )
+            done_batches = saved_place.batches * state["row_samples"] // self.row_samples
+        place = replace(saved_place, batches=done_batches, position=position)
         self._warn_of_skipping(place)
         self._resume_place = place
         # A loop that calls no `set_epoch` continues with the next epoch after a finished one.
@@ -409,8 +394,9 @@ class ShardedLoader(DataLoader):
 
 
 def skip_first_batches(loader: ShardedLoader, batches: int) -> ShardedLoader:
-    """Leave out the first batches of the loader's next pass; O(1) for map-style data."""
-    return loader.skip_first_batches(batches)
+    """Leave out this rank's first batches of the loader's next pass; O(1) for map-style data."""
+    loader.batches_to_skip = batches
+    return loader
 
 
 def _count_nothing() -> int:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from .order import TAILS, Tail
 
-Stage = Literal["fit", "validate", "test", "predict", "sanity"]
+Stage = Literal["fit", "validate", "test", "predict"]
 RNG_TYPES = ("torch", "cuda", "numpy", "python", "generator")
 
 

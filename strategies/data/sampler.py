@@ -81,10 +81,8 @@ class ShardSampler:
         """The number of items that are used; exact layouts drop as many as one process would."""
         if not self.source.is_sized:
             count = self._drawn_items
-        elif self.source.kind == "sequential":
-            count = len(self.source.sampler)
-        elif self.source.kind == "shuffled":
-            count = self.source.sampler.num_samples
+        elif self.source.kind in ("sequential", "shuffled"):
+            count = len(self.source.sampler)  # without drawing the order
         else:
             count = len(self.order)
         return count - count % self.source.batch_size if self._drops_like_one_process() else count
@@ -155,9 +153,6 @@ class ShardSampler:
         The counts of an order without a length are right only once its end was seen.
         """
         return self.plan(0).batches_per_rank()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Do nothing: other code may call this on samplers; `begin_pass` sets the epoch."""
 
 
 def _drop_last(items: Iterator[Any], batch_size: int) -> Iterator[Any]:

@@ -62,22 +62,19 @@ def shard_dataloader(
         feed.use_generator_state(generator)
     _check_lengths(feed, stage, loader_name, world_size)
     reads_whole = options.streams == "cut" and options.sharding != "dispatch"
-    if isinstance(feed, StreamFeed) and reads_whole and world_size > 1 and rank == 0:
-        _warn_of_whole_reads(loader_name, world_size)
+    if feed.kind == "stream" and reads_whole and world_size > 1 and rank == 0:
+        warnings.warn(
+            f"{loader_name}: every rank reads the whole stream and keeps one of"
+            f' {world_size} batches (streams="cut"). If the dataset already shards itself by rank,'
+            " samples are lost.\nChoose"
+            ' `Zero3Strategy(data=DataOptions(streams="own"))` in that case.',
+            stacklevel=2,
+        )
     device = device or torch.device("cpu")
     sharded = ShardedLoader(feed, loader, options, stage, rank, world_size, seed, device)
     if sharded.place_on_device and device.type == "cuda":
         feed.loader.pin_memory = True
     return sharded
-
-
-def _warn_of_whole_reads(loader_name: str, world_size: int) -> None:
-    warnings.warn(
-        f"{loader_name}: every rank reads the whole stream and keeps one of {world_size} batches"
-        ' (streams="cut"). If the dataset already shards itself by rank, samples are lost.\n'
-        'Choose `Zero3Strategy(data=DataOptions(streams="own"))` in that case.',
-        stacklevel=3,
-    )
 
 
 def _describe_loader(loader: DataLoader, stage: Stage) -> str:
@@ -167,15 +164,9 @@ def _check_lengths(feed: Feed, stage: Stage, loader_name: str, world_size: int) 
     counts = feed.batches_per_rank()
     if stage != "fit" or counts is None or max(counts) == 0:
         return
-    if min(counts) == 0:
-        raise ValueError(
-            f"{loader_name}: {world_size} ranks, but there are batches for only"
-            f" {sum(count > 0 for count in counts)}; rank {counts.index(0)} would have none.\n"
-            "Use fewer ranks or a smaller batch size."
-        )
     if len(set(counts)) > 1:
         raise ValueError(
             f"{loader_name}: the ranks would have different numbers of training batches, {counts}."
             "\nChoose even_batches=True (repeats some samples), drop_last=True, or a batch size"
-            " above 1, with which even_batches=False gives all ranks equally many."
+            " above 1, with which even_batches=False gives all ranks equally many; or fewer ranks."
         )

@@ -32,6 +32,7 @@ _LIGHTNINGS_KEY = "combined_loader"  # the key of `_FitLoop.on_save_checkpoint` 
 _log = logging.getLogger(__name__)
 _STAGES: dict[str, Stage] = {
     "train": "fit",
+    "sanity_check": "validate",
     "validate": "validate",
     "test": "test",
     "predict": "predict",
@@ -315,8 +316,6 @@ def _fit_loop_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 def _stage(trainer: Any) -> Stage:
     stage = trainer.state.stage
-    if stage is not None and stage.value == "sanity_check":
-        return "sanity"
     name = "train" if stage is None else stage.value
     if name == "train":
         fit_loop = trainer.fit_loop

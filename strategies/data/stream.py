@@ -102,6 +102,7 @@ class StreamShard(IterableDataset):
         self.items_per_seed = 1 if per_sample else shape.row_items
         self.label = label
         self.position = StreamPosition()
+        self.begin_state: Any = None  # of the dataset in this process, when the newest pass began
         # [epoch, resume mode, seed of the random numbers]
         self.control = torch.zeros(3, dtype=torch.int64, device="cpu").share_memory_()
 
@@ -147,6 +148,7 @@ class StreamShard(IterableDataset):
             mark, rows_to_skip = None, 0
         else:
             cursor.begin_pass(mark, self.label if worker == 0 else None)
+        self.begin_state = cursor.begin_state
         rows = stream_rows(cursor, self.shape, cursor.make_mark, cursor.head, mark)
         for row in itertools.islice(rows, rows_to_skip, None):
             read = 0 if row.mark is None else row.mark["read"]
@@ -182,7 +184,7 @@ class Cursor:
         self.items_per_seed = items_per_seed
         self.head_size = head_size
         self.head: list[Any] = []  # the first items, to which the end of the stream may wrap around
-        self._begin_state = _state_of(dataset)
+        self.begin_state = _state_of(dataset)
         self._peeked_items: list[Any] = []
 
     def begin_pass(self, mark: Mark | None, label: str | None) -> None:
@@ -200,7 +202,7 @@ class Cursor:
             self.begin_epoch_after({**mark, "state": mark["begin"]})
             for _ in itertools.islice(self, self.head_size):
                 pass
-        self.items_read, self._begin_state = mark["read"], mark["begin"]
+        self.items_read, self.begin_state = mark["read"], mark["begin"]
         self.items = self._load_state(mark["state"])
 
     def begin_epoch_after(self, mark: Mark | None) -> None:
@@ -213,7 +215,7 @@ class Cursor:
         if mark is None or mark["state"] is None:
             self.items = iter(self.dataset)
             return
-        self._begin_state = mark["state"]
+        self.begin_state = mark["state"]
         self.items = self._load_state(mark["state"])
         try:
             self._peeked_items = [self._next_item()]
@@ -263,7 +265,7 @@ class Cursor:
         The state is a copy, because a dataset's `state_dict` may return its live state.
         """
         source = self.dataset if is_stateful(self.dataset) else self.items
-        return {"read": self.items_read, "state": _state_of(source), "begin": self._begin_state}
+        return {"read": self.items_read, "state": _state_of(source), "begin": self.begin_state}
 
 
 def is_stateful(obj: Any) -> bool:

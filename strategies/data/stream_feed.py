@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from .base_feed import Feed, Pairs, Place, copy_loader
 from .options import DataOptions, Stage
 from .order import RowPlan
 from .seeding import return_unchanged
-from .stream import StreamPosition, StreamShard, is_stateful
+from .stream import StreamPosition, StreamShard
 
 
 class StreamFeed(Feed):
@@ -69,7 +68,6 @@ class StreamFeed(Feed):
             generator=torch.Generator(),
         )
         self.workers = loader.num_workers
-        self._begin_state: Any = None  # the user's dataset when the newest pass began
         self._rewind_state: Any = None  # the state from which the next pass begins again
 
     def start(self, place: Place, salt: int = 0, rows_to_skip: int = 0) -> Pairs:
@@ -83,7 +81,6 @@ class StreamFeed(Feed):
             # Fresh workers copy the main process's dataset, which the last epoch did not move.
             position = StreamPosition()
         self._rewind_state = None
-        self._begin_state = self._save_begin_state(position, is_new_epoch)
         if position.marks:
             self.close()  # persistent workers do not see a new position
         owner = self.rank if self.is_sharded_by_user else 0
@@ -103,15 +100,6 @@ class StreamFeed(Feed):
                 batches.clear()
             while batches:
                 yield batches.pop(0), reached
-
-    def _save_begin_state(self, position: StreamPosition, is_new_epoch: bool) -> Any:
-        """Save the user's dataset as a pass begins; None if workers read copies of the dataset."""
-        if self.workers > 0 or not is_stateful(self.user_dataset):
-            return None
-        mark, _, _ = position.marks.get(0, (None, 0, False))
-        if mark is not None:
-            return mark["state"] if is_new_epoch else mark["begin"]
-        return copy.deepcopy(self.user_dataset.state_dict())
 
     def batches_per_rank(self) -> list[int] | None:
         """See `Feed`. The counts suppose that each of n workers reads every n-th item, as usual."""
@@ -155,4 +143,4 @@ class StreamFeed(Feed):
 
     def rewind(self) -> None:
         """See `Feed`. Without workers, the pass has moved the user's dataset: go back there."""
-        self._rewind_state = self._begin_state
+        self._rewind_state = self.shard.begin_state
