@@ -7,9 +7,9 @@ that the loader handed over, not the batches that its workers fetched ahead.
 Words: an epoch's **order** lists its samples; a **row** is one micro-batch on every rank; a
 **feed** yields this rank's batches, each with the position after the batch.
 
-- `order` and `unsized_order` compute the order; `options` holds the user's choices. These are plain
-  Python.
-- `source` reads the user's `DataLoader`; `sampler`, `stream` and `dispatch` share the data out.
+- `order` cuts an order into rows; `options` holds the user's choices. These are plain Python.
+- `source` reads the order of the user's `DataLoader`, which `sampler` cuts for `map_feed`; `stream`
+  cuts an `IterableDataset` for `stream_feed`; `dispatch` shares out what rank 0 reads.
 - `loader` counts batches; `device` copies them ahead; `strategy` says what a Lightning strategy has
   to do at which of the Trainer's hooks.
 """

@@ -5,8 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,35 +14,15 @@ from torch.utils.data import DataLoader
 
 from ..support import profile_range
 from ..support.random_states import derive_seed
-from .base_feed import Feed
+from .base_feed import Feed, Place
 from .device import DeviceFeed
+from .dispatch import dispatch
 from .no_batch import NoBatch
 from .options import DataOptions, Stage
 from .seeding import WorkerInit
 from .stream import is_stateful
 
-VERSION = 1
-
-
-@dataclass(frozen=True)
-class Place:
-    """A place between two batches of a loader.
-
-    Attributes:
-        epoch: the epoch whose order the pass reads.
-        cycle: pass within the epoch; above 0 when a combined loader starts a short loader again.
-        batches: this rank's batches of the pass that the loader has handed over.
-        position: the position in the feed's own measure; None means the beginning.
-        is_new_epoch: ``position`` is the end of the epoch before.
-        is_finished: the pass has no batch left.
-    """
-
-    epoch: int
-    cycle: int = 0
-    batches: int = 0
-    position: Any = None
-    is_new_epoch: bool = False
-    is_finished: bool = False
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -73,6 +52,7 @@ class ShardedLoader(DataLoader):
         find_number: returns which of the loaders that are read together this is.
         place_on_device: whether this loader copies batches to the device.
         accumulate: micro-batches per step, as written into states.
+        batches_to_skip: how many batches the next pass alone leaves out.
         saved_run: the run that saved the loaded state; None again from the next epoch on.
     """
 
@@ -118,7 +98,9 @@ class ShardedLoader(DataLoader):
         # the rest of the bookkeeping.
         self._history: deque[tuple[int, Any, bool]] = deque(maxlen=3)
         self._loaded_state: dict[str, Any] | None = None
-        self._batches_to_skip = 0
+        self.batches_to_skip = 0
+        is_dispatched = options.sharding == "dispatch" and world_size > 1
+        self._dispatch_group = dist.new_group(backend="gloo") if is_dispatched else None
 
     # ---- iteration -------------------------------------------------------------------------
 
@@ -126,13 +108,18 @@ class ShardedLoader(DataLoader):
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
-        origin = self._begin_pass()
+        rows_to_skip, self.batches_to_skip = self.batches_to_skip, 0
+        origin = self._begin_pass(rows_to_skip)
         if origin.is_finished:
             return
-        length = self.feed.length()
+        length = self._length
         position = origin.position
         batches = origin.batches
-        pairs, wait = iter(self._start_feed(origin)), profile_range("wait for batch")
+        if self.is_empty:
+            # Before the reading of pairs, because rank 0 of those that dispatch ends its own
+            # steps, in which this rank assists, before it tells that there are no more.
+            yield NoBatch()
+        pairs, wait = self._start_feed(origin, rows_to_skip), profile_range("wait for batch")
         while True:
             with wait:
                 pair = next(pairs, None)
@@ -153,16 +140,13 @@ class ShardedLoader(DataLoader):
             # One more entry, even if the last one is finished already: the loop may have prefetched
             # a step of a combined loader to which this loader gave no batch.
             self._history.append((batches, position, True))
-        if self.is_empty:
-            yield NoBatch()
 
-    def _begin_pass(self) -> Place:
+    def _begin_pass(self, batches_to_skip: int) -> Place:
         """Decide where this pass begins, and forget the batches of the pass before."""
         if self.read_epoch is not None:
             self.set_epoch(self.read_epoch())
         origin = self._choose_origin()
-        if self._batches_to_skip:
-            origin = self._skip_batches(origin)
+        origin = replace(origin, batches=origin.batches + batches_to_skip)
         self._origin = origin
         self._history.clear()
         if origin.is_finished:
@@ -187,43 +171,32 @@ class ShardedLoader(DataLoader):
         # same pass begins again.
         return self._origin if last.batches - self._origin.batches <= 1 else Place(self.epoch)
 
-    def _start_feed(self, origin: Place) -> Iterator[tuple[Any, Any]]:
+    def _start_feed(self, origin: Place, rows_to_skip: int) -> Iterator[tuple[Any, Any]]:
         # Data that is made of noise must not be the same in validation, or in a loader beside.
         salt = derive_seed(self.stage == "fit", self.find_number())
-        pairs = self.feed.start(
-            origin.epoch, origin.cycle, origin.position, origin.is_new_epoch, salt
-        )
-        if self._batches_to_skip:
-            pairs = islice(pairs, self._batches_to_skip, None)
-            self._batches_to_skip = 0
+        pairs = self.feed.start(origin, salt, rows_to_skip)
+        if self._dispatch_group is not None:
+            pairs = dispatch(pairs, self._dispatch_group, self.label)
         if not self.place_on_device:
             return pairs
         # Without workers, the dataset may look at what the current step changes.
         return DeviceFeed(pairs, self.device, ahead=self.feed.loader.num_workers > 0)
 
-    def skip_first_batches(self, batches: int) -> ShardedLoader:
-        """Make the next pass alone leave out this rank's first ``batches`` batches."""
-        self._batches_to_skip = batches
-        return self
-
-    def _skip_batches(self, origin: Place) -> Place:
-        position = self.feed.position_after_rows(origin.batches + self._batches_to_skip)
-        batches = origin.batches + self._batches_to_skip
-        if position is None:
-            return Place(origin.epoch, origin.cycle, batches, origin.position, origin.is_new_epoch)
-        self._batches_to_skip = 0
-        return Place(origin.epoch, origin.cycle, batches, position)
-
     # ---- lengths ---------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Count this rank's batches in a whole epoch; 1 if there is only a `NoBatch`."""
-        length = self.feed.length()
+        length = self._length
         if length is None:
             raise TypeError(
                 f"{self.label}: the loader has no length, because its dataset or sampler has none"
             )
         return length + self.is_empty
+
+    @property
+    def _length(self) -> int | None:
+        counts = self.batches_per_rank
+        return None if counts is None else counts[self.rank]
 
     @property
     def batches_per_rank(self) -> list[int] | None:
@@ -239,7 +212,7 @@ class ShardedLoader(DataLoader):
     @property
     def may_lack_batches(self) -> bool:
         """Whether a rank gets a `NoBatch` in the last rows: evaluation of an unknown length."""
-        return self.stage != "fit" and self.feed.length() is None
+        return self.stage != "fit" and self.batches_per_rank is None
 
     @property
     def row_samples(self) -> int:
@@ -281,21 +254,16 @@ class ShardedLoader(DataLoader):
         place = self.place
         state = {
             "version": VERSION,
-            "epoch": place.epoch,
-            "cycle": place.cycle,
-            "batches": place.batches,
-            "new_epoch": place.is_new_epoch,
-            "finished": place.is_finished,
-            "position": self.feed.save_position(place.position),
+            "place": {**vars(place), "position": self.feed.save_position(place.position)},
             "seed": self.seed,
             "world_size": self.world_size,
             "row_samples": self.row_samples,
             "accumulate": self.accumulate,
             "feed": self.feed.describe(),
         }
-        if self._has_position_per_rank() and self.world_size > 1:
+        if self.feed.is_sharded_by_user and self.world_size > 1:
             positions: list[Any] = [None] * self.world_size
-            dist.all_gather_object(positions, state["position"])
+            dist.all_gather_object(positions, state["place"]["position"])
             state["position_per_rank"] = positions
         return state
 
@@ -304,24 +272,18 @@ class ShardedLoader(DataLoader):
         self._check_state(state)
         self.seed = state["seed"]
         self.feed.reseed(state["seed"])
-        saved_position = state["position"]
+        saved_place = Place(**state["place"])
+        saved_position = saved_place.position
         if "position_per_rank" in state:
             saved_position = state["position_per_rank"][self.rank]
-        self.feed.set_epoch(state["epoch"])
+        self.feed.set_epoch(saved_place.epoch)
         position = self.feed.load_position(saved_position, state["feed"])
         self._origin = None
         self._history.clear()
         done_batches = self.feed.count_done_batches(position)
         if done_batches is None:
-            done_batches = state["batches"] * state["row_samples"] // self.row_samples
-        place = Place(
-            state["epoch"],
-            state["cycle"],
-            done_batches,
-            position,
-            state["new_epoch"],
-            state["finished"],
-        )
+            done_batches = saved_place.batches * state["row_samples"] // self.row_samples
+        place = replace(saved_place, batches=done_batches, position=position)
         self._warn_of_skipping(place)
         self._resume_place = place
         # A loop that calls no `set_epoch` continues with the next epoch after a finished one.
@@ -351,22 +313,17 @@ class ShardedLoader(DataLoader):
                 f" {state.get('version')!r}, this code reads version {VERSION}.\nAnother"
                 " loader or another release saved the state."
             )
-        kind = self.feed.describe()["kind"]
-        if state["feed"]["kind"] != kind:
+        if state["feed"]["kind"] != self.feed.kind:
             raise ValueError(
                 f"{self.label}: the checkpoint's loader was a {state['feed']['kind']}, this is a"
-                f" {kind}"
+                f" {self.feed.kind}"
             )
-        if state["world_size"] != self.world_size and self._has_position_per_rank():
+        if state["world_size"] != self.world_size and self.feed.is_sharded_by_user:
             raise ValueError(
                 f"{self.label}: the user shards the data by rank, so the positions of"
                 f" {state['world_size']} ranks mean nothing on {self.world_size}.\nResume on"
                 f" {state['world_size']} ranks, or let the strategy shard the data."
             )
-
-    def _has_position_per_rank(self) -> bool:
-        facts = self.feed.describe()
-        return bool(facts.get("own") or facts.get("sharded_by_user"))
 
     def _warn_of_skipping(self, place: Place) -> None:
         has_to_skip = (
@@ -375,15 +332,15 @@ class ShardedLoader(DataLoader):
             and not place.is_finished
             and self._loaded_state is None
         )
-        if self.feed.describe()["kind"] == "stream" and has_to_skip:
-            if self.rank == 0 and not is_stateful(self.dataset):
-                warnings.warn(
-                    f"{self.label}: {type(self.dataset).__name__} cannot go to a position, so items"
-                    " from before the checkpoint are read again, and dropped.\nGive the dataset (or"
-                    " its iterator) `state_dict()`, called after each batch, and"
-                    " `load_state_dict(state)`, after which iter() continues there.",
-                    stacklevel=3,
-                )
+        is_stream = self.feed.kind == "stream" and not is_stateful(self.dataset)
+        if has_to_skip and is_stream and self.rank == 0:
+            warnings.warn(
+                f"{self.label}: {type(self.dataset).__name__} cannot go to a position, so items"
+                " from before the checkpoint are read again, and dropped.\nGive the dataset (or"
+                " its iterator) `state_dict()`, called after each batch, and"
+                " `load_state_dict(state)`, after which iter() continues there.",
+                stacklevel=3,
+            )
 
     # ---- attributes of a `DataLoader` that Lightning and users read --------------------------
 
@@ -437,8 +394,9 @@ class ShardedLoader(DataLoader):
 
 
 def skip_first_batches(loader: ShardedLoader, batches: int) -> ShardedLoader:
-    """Leave out the first batches of the loader's next pass; O(1) for map-style data."""
-    return loader.skip_first_batches(batches)
+    """Leave out this rank's first batches of the loader's next pass; O(1) for map-style data."""
+    loader.batches_to_skip = batches
+    return loader
 
 
 def _count_nothing() -> int:

@@ -9,17 +9,18 @@ import torch
 from torch.utils.data import DataLoader
 
 from ..support.random_states import derive_seed
-from .base_feed import Pairs, close_loader, copy_loader
+from .base_feed import Feed, Pairs, Place, copy_loader
 from .no_batch import NoBatch
 from .options import DataOptions, Stage
-from .order import batches_before
 from .sampler import ShardSampler
 from .seeding import SeededDataset, return_unchanged
-from .source import MapSource, read_source, unwrap_index_recorder
+from .source import read_source, unwrap_index_recorder
 
 
-class MapFeed:
+class MapFeed(Feed):
     """Batches of a map-style dataset; a position counts the items of the order that are used."""
+
+    kind = "map"
 
     def __init__(
         self,
@@ -33,42 +34,40 @@ class MapFeed:
     ) -> None:
         self.label = label
         self.rank = rank
-        self.source: MapSource = read_source(loader, label)
+        self.world = world
+        self.source = read_source(loader, label)
+        self.is_sharded_by_user = self.source.is_sharded_by_user
         self.sampler = ShardSampler(self.source, options, stage, rank, world, seed)
-        if options.sharding == "dispatch":
-            self.sampler.ranks = list(range(world))
         self.row_samples = self.sampler.batch * self.sampler.world_size
         self.needs_padding = stage != "fit" and not self.source.is_sized
-        replaced: dict[str, Any] = {"generator": torch.Generator()}
+        replaced: dict[str, Any] = {"sampler": self.sampler}
         if self.source.is_collated:
             recorder = loader.batch_sampler
-            replaced["batch_sampler"] = self.sampler
+            replaced = {"batch_sampler": self.sampler}
             if unwrap_index_recorder(recorder) is not recorder:
                 replaced["batch_sampler"] = copy.copy(recorder)
                 replaced["batch_sampler"]._batch_sampler = self.sampler
-        else:
-            replaced["sampler"] = self.sampler
         self.loader = copy_loader(
             loader,
             dataset=SeededDataset(
                 loader.dataset, loader.collate_fn, self.source.is_collated, options.per_sample_seed
             ),
             collate_fn=return_unchanged,
+            generator=torch.Generator(),
             **replaced,
         )
 
-    def start(
-        self, epoch: int, cycle: int, position: int | None, is_new_epoch: bool, salt: int = 0
-    ) -> Pairs:
-        """See `Feed`. The loader reads no sample before ``position``."""
-        start = 0 if is_new_epoch else position or 0
-        self.sampler.begin_pass(epoch, cycle, start)
-        owner = self.rank if self.source.is_sharded_by_user else 0
-        self.sampler.draw_seed = derive_seed(self.sampler.seed, epoch, cycle, salt, owner)
-        plan = self.sampler.plan()
-        seed = derive_seed(self.sampler.seed, epoch, cycle, self.rank, start)
-        self.loader.generator.manual_seed(seed)
-        ranks = len(self.sampler.ranks)
+    def start(self, place: Place, salt: int = 0, rows_to_skip: int = 0) -> Pairs:
+        """See `Feed`. The loader reads no sample before the first batch."""
+        sampler, epoch, cycle = self.sampler, place.epoch, place.cycle
+        sampler.begin_pass(epoch, cycle, 0 if place.is_new_epoch else place.position or 0)
+        sampler.start = start = sampler.plan().items_after(rows_to_skip)
+        owner = self.rank if self.is_sharded_by_user else 0
+        sampler.draw_seed = derive_seed(sampler.seed, epoch, cycle, salt, owner)
+        plan = sampler.plan()
+        # Of this generator, `DataLoader` draws the seeds that workers begin with.
+        self.loader.generator.manual_seed(derive_seed(sampler.draw_seed, self.rank, start))
+        ranks = len(sampler.ranks)
         # Positions of full rows by multiplication, because this runs for every batch, and batches
         # can be tiny. The last full row is left out, because it may belong to the tail.
         row_items = plan.row_items
@@ -80,30 +79,26 @@ class MapFeed:
             if row < full_rows:
                 yield batch, start + row * row_items
             else:
-                yield batch, self.sampler.plan().items_after(row)
+                yield batch, sampler.plan().items_after(row)
             del batch  # the caller may have dropped the batch: free its memory for the next one
         if self.needs_padding:
-            counts = self.sampler.batches_per_rank()
-            for _ in range(sum(max(counts) - counts[rank] for rank in self.sampler.ranks)):
-                yield NoBatch(), plan.items
+            counts = sampler.batches_per_rank()
+            for _ in range(sum(max(counts) - counts[rank] for rank in sampler.ranks)):
+                yield NoBatch(), sampler.items
 
     def batches_per_rank(self) -> list[int] | None:
         """See `Feed`."""
-        if self.source.is_sharded_by_user or not self.source.is_sized:
-            return None
-        return self.sampler.batches_per_rank()
-
-    def length(self) -> int | None:
-        """See `Feed`."""
         if not self.source.is_sized:
             return None
-        return self.sampler.batches_per_rank()[self.sampler.rank]
+        counts = self.sampler.batches_per_rank()
+        return counts * (self.world // len(counts))
 
     def count_done_batches(self, position: int | None) -> int | None:
-        """See `Feed`."""
+        """See `Feed`. These and the batches to come are as many as a whole epoch's on any world."""
         if not self.source.is_sized:
             return None
-        return batches_before(self.sampler.plan(position or 0), self.sampler.rank)
+        rank, plan = self.sampler.rank, self.sampler.plan
+        return plan(0).batches(rank) - plan(position or 0).batches(rank)
 
     def is_finished(self, position: int) -> bool:
         """See `Feed`: whether no rank has a batch left."""
@@ -112,12 +107,11 @@ class MapFeed:
     def describe(self) -> dict[str, Any]:
         """See `Feed`."""
         return {
-            "kind": "map",
+            "kind": self.kind,
             "order": self.source.kind,
             "unit": "batches" if self.source.has_batch_items else "samples",
             "items": self.sampler.items if self.source.is_sized else None,
             "generator": self.source.generator_state,
-            "sharded_by_user": self.source.is_sharded_by_user,
         }
 
     def save_position(self, position: int | None) -> int:
@@ -148,10 +142,6 @@ class MapFeed:
             self.source.generator_state = state
             self.sampler.forget_order()
 
-    def position_after_rows(self, rows: int) -> int | None:
-        """See `Feed`."""
-        return self.sampler.plan(0).items_after(rows)
-
     def set_epoch(self, epoch: int) -> None:
         """See `Feed`."""
         self.sampler.begin_pass(epoch, 0, 0)
@@ -159,10 +149,3 @@ class MapFeed:
     def reseed(self, seed: int) -> None:
         """See `Feed`."""
         self.sampler.seed = seed
-
-    def rewind(self) -> None:
-        """See `Feed`. A pass depends on nothing but its position, so this method does nothing."""
-
-    def close(self) -> None:
-        """See `Feed`."""
-        close_loader(self.loader)

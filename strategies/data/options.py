@@ -7,7 +7,7 @@ from typing import Literal
 
 from .order import TAILS, Tail
 
-Stage = Literal["fit", "validate", "test", "predict", "sanity"]
+Stage = Literal["fit", "validate", "test", "predict"]
 RNG_TYPES = ("torch", "cuda", "numpy", "python", "generator")
 
 
@@ -91,3 +91,16 @@ class DataOptions:
         if not self.even_batches:
             return "balance"
         return "level" if self.sharding == "dispatch" else "wrap"
+
+    def batch_per_rank(self, batch_size: int, world_size: int, label: str) -> int:
+        """Count the samples that a rank gets of a full row; ``label`` names rank and loader."""
+        if self.sharding != "split":
+            return batch_size
+        parts, rest = divmod(batch_size, world_size)
+        if rest:
+            raise ValueError(
+                f'{label}: sharding="split" cuts each batch in {world_size} equal parts, but'
+                f" batch_size is {batch_size}.\nUse {max(1, parts) * world_size} or"
+                f' {(parts + 1) * world_size}, or sharding="batch".'
+            )
+        return parts

@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from itertools import islice
+from typing import Any, Literal
 
-T = TypeVar("T")
 Tail = Literal["wrap", "uneven", "level", "balance"]
 TAILS: tuple[Tail, ...] = ("wrap", "uneven", "level", "balance")
 
@@ -51,14 +51,6 @@ class RowPlan:
     tail: Tail = "wrap"
     drop_last: bool = False
     start: int = 0
-
-    def __post_init__(self) -> None:
-        if self.batch < 1 or self.world < 1:
-            raise ValueError(f"batch and world must be at least 1, got {self.batch}, {self.world}")
-        if self.tail not in TAILS:
-            raise ValueError(f"tail must be one of {TAILS}, got {self.tail!r}")
-        if not 0 <= self.start <= self.items:
-            raise ValueError(f"start must lie in 0..{self.items} (items), got {self.start}")
 
     @property
     def row_items(self) -> int:
@@ -114,15 +106,6 @@ class RowPlan:
         has_two_rows = self.tail == "balance" and self.left_items < self.world and self.batch > 1
         return 2 if has_two_rows and self.rows > 1 else 1
 
-    def positions(self, row: int, rank: int) -> list[int]:
-        """List the positions of one cell in the epoch's order, wrapped."""
-        lo, hi = self.bounds(row, rank)
-        if hi <= self.items:
-            return list(range(lo, hi))
-        # Only the first row is repeated, several times if the epoch is shorter than a row.
-        head = min(self.items, self.row_items)
-        return [p if p < self.items else (p - self.items) % head for p in range(lo, hi)]
-
     def items_after(self, rows: int) -> int:
         """Count the items of the order that are used after ``rows`` rows of this plan."""
         if rows <= 0:
@@ -130,29 +113,34 @@ class RowPlan:
         _, hi = self.bounds(min(rows, self.rows) - 1, self.world - 1)
         return min(hi, self.items)
 
-    def continue_at(self, start: int) -> RowPlan:
-        """Plan the rest of the same epoch, after ``start`` items."""
-        return RowPlan(self.items, self.batch, self.world, self.tail, self.drop_last, start)
 
+def read_cell(
+    order: Sequence[Any],
+    plan: RowPlan,
+    row: int,
+    rank: int,
+    head: Sequence[Any] | None = None,
+) -> list[Any]:
+    """List the items of one cell.
 
-def batches_before(plan: RowPlan, rank: int) -> int:
-    """Count the batches of ``rank`` that are done in an epoch continued at ``plan.start``.
-
-    The done batches and the batches to come add up to the length of a whole epoch, on any world
-    size. If ``plan.start`` is a row boundary of the same plan, the result is the number of rows
-    handed over.
+    Args:
+        order: a range, a numpy array or a list.
+        plan: cuts ``order``.
+        row: number of the row in ``plan``.
+        rank: the rank whose cell it is.
+        head: the items to which the end of the order wraps, several times if the epoch is shorter
+            than a row; by default its own first row.
     """
-    return plan.continue_at(0).batches(rank) - plan.batches(rank)
-
-
-def read_cell(order: Sequence[T], plan: RowPlan, row: int, rank: int) -> list[T]:
-    """List the items of one cell; ``order`` may be a range, a numpy array or a list."""
     lo, hi = plan.bounds(row, rank)
-    if hi <= plan.items:
-        part = order[lo:hi]
-        return part.tolist() if hasattr(part, "tolist") else list(part)
-    items = [order[p] for p in plan.positions(row, rank)]
-    return [i.item() if hasattr(i, "item") else i for i in items]
+    items = _as_list(order[lo : min(hi, plan.items)])
+    if hi > plan.items:
+        head = _as_list(order[: plan.row_items]) if head is None else head
+        items += [head[(p - plan.items) % len(head)] for p in range(max(lo, plan.items), hi)]
+    return items
+
+
+def _as_list(items: Any) -> list[Any]:
+    return items.tolist() if hasattr(items, "tolist") else list(items)
 
 
 @dataclass(frozen=True)
@@ -176,7 +164,7 @@ def stream_rows(
     source: Iterator[Any],
     shape: RowPlan,
     make_mark: Callable[[], Any],
-    read_head: Callable[[], list[Any]] | None = None,
+    head: list[Any] | None = None,
     begin: Any = None,
 ) -> Iterator[StreamRow]:
     """Cut a stream of unknown length into rows with the same layouts as `RowPlan`.
@@ -190,63 +178,42 @@ def stream_rows(
         make_mark: called after the last item of a row was read and again at the end of the source;
             the row carries the result, so that a resume from a row's mark continues with the next
             row.
-        read_head: returns the first row of the whole stream if ``source`` does not begin there.
+        head: at the end of ``source`` the first row of the whole stream, if ``source`` does not
+            begin there.
         begin: the mark at which ``source`` begins.
     """
-    first, pending, mark = None, None, None  # two rows of items, and the mark after `pending`
+    pending, mark = None, None  # a row of items, and the mark after it
     while True:
-        buffer = _read_items(source, shape.row_items)
-        if first is None:
-            first = buffer
+        buffer = list(islice(source, shape.row_items))
+        if head is None:
+            head = buffer
         if len(buffer) < shape.row_items:
             break
         if pending is not None:
-            yield StreamRow(_cut_full_row(pending, shape), mark)
+            yield StreamRow(_cut_rows(pending, shape)[0], mark)
             begin = mark
         pending, mark = buffer, make_mark()
     end = make_mark()
     if not buffer or shape.drop_last:
         if pending is not None:
-            yield StreamRow(_cut_full_row(pending, shape), end, is_last=True)
+            yield StreamRow(_cut_rows(pending, shape)[0], end, is_last=True)
         return
     if pending is not None and not (shape.tail == "balance" and len(buffer) < shape.world):
-        yield StreamRow(_cut_full_row(pending, shape), mark)
+        yield StreamRow(_cut_rows(pending, shape)[0], mark)
         begin, pending = mark, None
-    head = []
-    if shape.tail in ("wrap", "level"):
-        head = first if read_head is None else read_head()
-    yield from _cut_last_rows((pending or []) + buffer, shape, head, begin, end)
+    rows = _cut_rows((pending or []) + buffer, shape, head)
+    # The two rows of a tail share their items, so no mark lies between the rows: a resume after the
+    # first row begins at the mark before the tail and drops one row.
+    for number, cells in enumerate(rows[:-1], 1):
+        yield StreamRow(cells, begin, number)
+    yield StreamRow(rows[-1], end, is_last=True)
 
 
-def _cut_last_rows(
-    items: list[Any], shape: RowPlan, head: list[Any], begin: Any, end: Any
-) -> Iterator[StreamRow]:
+def _cut_rows(
+    items: list[Any], shape: RowPlan, head: list[Any] | None = None
+) -> list[list[list[Any]]]:
     plan = RowPlan(len(items), shape.batch, shape.world, shape.tail)
-    for row in range(plan.rows):
-        cells = [_cut_cell(items, plan, row, rank, head) for rank in range(plan.world)]
-        # The two rows of a tail share their items, so no mark lies between the rows: a resume after
-        # the first row begins at the mark before the tail and drops one row.
-        if row == plan.rows - 1:
-            yield StreamRow(cells, end, is_last=True)
-        else:
-            yield StreamRow(cells, begin, row + 1)
-
-
-def _cut_full_row(items: list[Any], shape: RowPlan) -> list[list[Any]]:
-    size = shape.batch
-    return [items[rank * size : (rank + 1) * size] for rank in range(shape.world)]
-
-
-def _cut_cell(items: list[Any], plan: RowPlan, row: int, rank: int, head: list[Any]) -> list[Any]:
-    lo, hi = plan.bounds(row, rank)
-    wrapped = range(max(lo, plan.items), hi)
-    return items[lo:hi] + [head[(p - plan.items) % len(head)] for p in wrapped]
-
-
-def _read_items(source: Iterator[Any], count: int) -> list[Any]:
-    items = []
-    for item in source:
-        items.append(item)
-        if len(items) == count:
-            break
-    return items
+    return [
+        [read_cell(items, plan, row, rank, head) for rank in range(plan.world)]
+        for row in range(plan.rows)
+    ]

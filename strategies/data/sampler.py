@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from .options import DataOptions, Stage
-from .order import RowPlan, read_cell
+from .order import RowPlan, read_cell, stream_rows
 from .seeding import Cell
 from .source import MapSource
-from .unsized_order import UnsizedOrder
+
+_UNKNOWN = 1 << 62  # the length of an order whose end has not been seen
 
 
 class ShardSampler:
-    """Yields the cells of some ranks, usually one, of the rows of an epoch from ``start`` on.
+    """Yields the cells of this rank, or with dispatch of all, of the rows of an epoch.
 
     `DataLoader` asks for indices ahead of time, so this class does not count the batches that were
     handed over. `ShardedLoader` counts them, and calls `begin_pass` to continue after them.
     """
 
     source: MapSource
-    ranks: Sequence[int]  # the ranks whose cells are yielded, in row-major order
     seed: int
-    epoch: int
-    cycle: int
-    start: int  # items of the order that were handed over before
     draw_seed: int  # of the random numbers that datasets draw in this pass
 
     def __init__(
@@ -42,30 +40,24 @@ class ShardSampler:
         self.options = options
         self.seed = seed
         self.rank, self.world_size = (0, 1) if source.is_sharded_by_user else (rank, world_size)
-        self.ranks = [self.rank]
+        # the ranks whose cells are yielded, row by row
+        self.ranks = range(world_size) if options.sharding == "dispatch" else [self.rank]
         self.tail = options.tail_for(stage, self.world_size)
         self.batch = self._batch_per_rank()
-        self.epoch = self.cycle = self.start = self.draw_seed = 0
         self._cached_order: tuple[tuple[int, int, int], Sequence[Any]] | None = None
+        self.draw_seed = 0
+        self.begin_pass(0, 0, 0)
 
     def _batch_per_rank(self) -> int:
         source, world = self.source, self.world_size
-        size = source.batch_size
-        if self.options.sharding != "split" or world == 1:
-            return size
-        if source.has_batch_items or not source.is_collated:
+        is_whole = source.has_batch_items or not source.is_collated
+        if self.options.sharding == "split" and world > 1 and is_whole:
             raise ValueError(
                 f'{source.label}: sharding="split" cuts batches of one known size, but'
                 f" {type(source.sampler).__name__} yields whole batches of its own.\nGive the"
                 ' batch sampler a `batch_size` that all its batches have, or use sharding="batch".'
             )
-        if size % world:
-            raise ValueError(
-                f'{source.label}: sharding="split" cuts each batch in {world} equal parts, but'
-                f" batch_size is {size}.\nUse {max(1, size // world) * world} or"
-                f' {-(-size // world) * world}, or sharding="batch".'
-            )
-        return size // world
+        return self.options.batch_per_rank(source.batch_size, world, source.label)
 
     def forget_order(self) -> None:
         """Drop the cached order, because the source draws another one now."""
@@ -74,10 +66,11 @@ class ShardSampler:
     def begin_pass(self, epoch: int, cycle: int, start: int) -> None:
         """Make the next iteration yield the rest of this pass, after ``start`` items."""
         self.epoch, self.cycle, self.start = epoch, cycle, start
+        self._drawn_items = _UNKNOWN
 
     @property
     def order(self) -> Sequence[Any]:
-        """The items of the current pass."""
+        """The items of the current pass, if the sampler has a length."""
         key = (self.seed, self.epoch, self.cycle)
         if self._cached_order is None or self._cached_order[0] != key:
             self._cached_order = (key, self.source.order(*key))
@@ -86,10 +79,10 @@ class ShardSampler:
     @property
     def items(self) -> int:
         """The number of items that are used; exact layouts drop as many as one process would."""
-        if self.source.kind == "sequential":
-            count = len(self.source.sampler)
-        elif self.source.kind == "shuffled":
-            count = self.source.sampler.num_samples
+        if not self.source.is_sized:
+            count = self._drawn_items
+        elif self.source.kind in ("sequential", "shuffled"):
+            count = len(self.source.sampler)  # without drawing the order
         else:
             count = len(self.order)
         return count - count % self.source.batch_size if self._drops_like_one_process() else count
@@ -98,15 +91,26 @@ class ShardSampler:
         return self.source.drop_last and self.tail == "balance"
 
     def plan(self, start: int | None = None) -> RowPlan:
-        """Plan the rows of the current pass, after ``start`` items (None: those of the pass)."""
+        """Plan the rows of the current pass, after ``start`` items (None: those of the pass).
+
+        The plan of an order without a length has an end only once that was seen.
+        """
         items = self.items
         start = min(self.start if start is None else start, items)
         drops_last = self.source.drop_last and not self._drops_like_one_process()
         return RowPlan(items, self.batch, self.world_size, self.tail, drops_last, start)
 
     def __iter__(self) -> Iterator[Any]:
-        plan, order, seed = self.plan(), self.order, self.draw_seed
+        seed = self.draw_seed
         sample_key = (self.seed, self.epoch) if self.options.per_sample_seed else None
+        for place, cell in self._cut() if self.source.is_sized else self._cut_unsized():
+            if cell:
+                items = list(cell[0]) if self.source.has_batch_items else cell
+                yield Cell(items, sample_key or (seed, place))
+
+    def _cut(self) -> Iterator[tuple[int, list[Any]]]:
+        """Yield (place in the order, items) of each cell."""
+        plan, order = self.plan(), self.order
         sliced_rows = 0
         if len(self.ranks) == 1 and isinstance(order, np.ndarray):
             # Full rows by slices of an array, because this runs for every batch, and batches can be
@@ -114,29 +118,31 @@ class ShardSampler:
             sliced_rows = max(0, (plan.items - plan.start) // plan.row_items - 1)
             first = plan.start + self.ranks[0] * plan.batch
             for lo in range(first, first + sliced_rows * plan.row_items, plan.row_items):
-                yield Cell(order[lo : lo + plan.batch].tolist(), sample_key or (seed, lo))
-        for plan, row in self._plan_rows(sliced_rows):
+                yield lo, order[lo : lo + plan.batch].tolist()
+        for row in range(sliced_rows, plan.rows):
             for rank in self.ranks:
-                cell = read_cell(order, plan, row, rank)
-                if not cell:
-                    continue
-                if self.source.has_batch_items:
-                    cell = list(cell[0])
-                yield Cell(cell, sample_key or (seed, plan.bounds(row, rank)[0]))
+                yield plan.bounds(row, rank)[0], read_cell(order, plan, row, rank)
 
-    def _plan_rows(self, first: int) -> Iterator[tuple[RowPlan, int]]:
-        """Yield the rows from ``first`` on, each as (plan for this row, row)."""
-        plan, order, row = self.plan(), self.order, first
-        while row < plan.rows:
-            if isinstance(order, UnsizedOrder):
-                # The layout of this row depends on whether a full row follows.
-                order.forget_before(plan.start + row * plan.row_items)
-                order.draw_until(plan.start + (row + 2) * plan.row_items)
-                plan = self.plan()
-                if row >= plan.rows:
-                    return
-            yield plan, row
-            row += 1
+    def _cut_unsized(self) -> Iterator[tuple[int, list[Any]]]:
+        head: list[Any] = []
+        items = self._draw_items(head)
+        if self._drops_like_one_process():
+            items = _drop_last(items, self.source.batch_size)
+        for row, cut in enumerate(stream_rows(items, self.plan(), lambda: None, head)):
+            for rank in self.ranks:
+                # A new plan, because the end may have been seen meanwhile.
+                yield self.plan().bounds(row, rank)[0], cut.cells[rank]
+
+    def _draw_items(self, head: list[Any]) -> Iterator[Any]:
+        """Draw the items after the first ``start``, and add the first row's to ``head``."""
+        place = 0
+        for item in self.source.draw_unsized(self.seed, self.epoch, self.cycle):
+            if len(head) < self.batch * self.world_size:
+                head.append(item)
+            place += 1
+            if place > self.start:
+                yield item
+        self._drawn_items = place
 
     def __len__(self) -> int:
         return sum(self.plan().batches(rank) for rank in self.ranks)
@@ -148,5 +154,7 @@ class ShardSampler:
         """
         return self.plan(0).batches_per_rank()
 
-    def set_epoch(self, epoch: int) -> None:
-        """Do nothing: other code may call this on samplers; `begin_pass` sets the epoch."""
+
+def _drop_last(items: Iterator[Any], batch_size: int) -> Iterator[Any]:
+    while len(batch := list(islice(items, batch_size))) == batch_size:
+        yield from batch

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from .base_feed import Feed
-from .dispatch import DispatchFeed
 from .loader import ShardedLoader
 from .map_feed import MapFeed
 from .options import DataOptions, Stage
@@ -53,47 +52,29 @@ def shard_dataloader(
         return loader
     loader_name = _describe_loader(loader, stage)
     label = f"rank {rank}, {loader_name}"
-    feed, seed = _make_agreed_feed(loader, options, stage, rank, world_size, loader_name, label)
+    seed = _choose_seed(options)
+    feed, facts = _make_feed(loader, options, stage, rank, world_size, seed, label)
+    generator = feed.source.generator_state if isinstance(feed, MapFeed) else None
+    seed, generator = _compare_facts(facts, (seed, generator), loader_name, rank, world_size)
+    assert feed is not None
+    feed.reseed(seed)
+    if isinstance(feed, MapFeed) and "generator" in options.rng_types:
+        feed.use_generator_state(generator)
     _check_lengths(feed, stage, loader_name, world_size)
-    if isinstance(feed, StreamFeed) and options.streams == "cut" and world_size > 1 and rank == 0:
-        _warn_of_whole_reads(loader_name, world_size)
+    reads_whole = options.streams == "cut" and options.sharding != "dispatch"
+    if feed.kind == "stream" and reads_whole and world_size > 1 and rank == 0:
+        warnings.warn(
+            f"{loader_name}: every rank reads the whole stream and keeps one of"
+            f' {world_size} batches (streams="cut"). If the dataset already shards itself by rank,'
+            " samples are lost.\nChoose"
+            ' `Zero3Strategy(data=DataOptions(streams="own"))` in that case.',
+            stacklevel=2,
+        )
     device = device or torch.device("cpu")
     sharded = ShardedLoader(feed, loader, options, stage, rank, world_size, seed, device)
     if sharded.place_on_device and device.type == "cuda":
         feed.loader.pin_memory = True
     return sharded
-
-
-def _make_agreed_feed(
-    loader: DataLoader,
-    options: DataOptions,
-    stage: Stage,
-    rank: int,
-    world_size: int,
-    loader_name: str,
-    label: str,
-) -> tuple[Feed, int]:
-    """Make the feed, check that the ranks agree about it, and return (feed, rank 0's seed)."""
-    feed, facts, seed = _make_feed(loader, options, stage, rank, world_size, label)
-    generator = feed.source.generator_state if isinstance(feed, MapFeed) else None
-    seed, generator = _compare_facts(facts, (seed, generator), loader_name, rank, world_size)
-    if feed is not None:
-        feed.reseed(seed)
-    if isinstance(feed, MapFeed) and "generator" in options.rng_types:
-        feed.use_generator_state(generator)
-    if options.sharding == "dispatch" and world_size > 1:
-        feed = DispatchFeed(feed, loader, label, rank, world_size)
-    assert feed is not None
-    return feed, seed
-
-
-def _warn_of_whole_reads(loader_name: str, world_size: int) -> None:
-    warnings.warn(
-        f"{loader_name}: every rank reads the whole stream and keeps one of {world_size} batches"
-        ' (streams="cut"). If the dataset already shards itself by rank, samples are lost.\n'
-        'Choose `Zero3Strategy(data=DataOptions(streams="own"))` in that case.',
-        stacklevel=3,
-    )
 
 
 def _describe_loader(loader: DataLoader, stage: Stage) -> str:
@@ -102,23 +83,27 @@ def _describe_loader(loader: DataLoader, stage: Stage) -> str:
 
 
 def _make_feed(
-    loader: DataLoader, options: DataOptions, stage: Stage, rank: int, world_size: int, label: str
-) -> tuple[Feed | None, dict[str, Any], int]:
-    """Make (the feed, the facts that all ranks must have in common, this rank's seed).
+    loader: DataLoader,
+    options: DataOptions,
+    stage: Stage,
+    rank: int,
+    world_size: int,
+    seed: int,
+    label: str,
+) -> tuple[Feed | None, dict[str, Any]]:
+    """Make (the feed, the facts that all ranks must have in common).
+
+    With ``sharding="dispatch"`` other ranks than 0 have a feed only to count by; nobody reads it.
 
     hazard: an error raised here would leave the other ranks waiting in the exchange of the facts.
     So the facts carry it there.
     """
-    seed = _choose_seed(options)
-    streams = isinstance(loader.dataset, IterableDataset)
-    if options.sharding == "dispatch" and rank > 0 and streams:
-        return None, {"kind": "receiver"}, seed
-    make = StreamFeed if streams else MapFeed
+    make = StreamFeed if isinstance(loader.dataset, IterableDataset) else MapFeed
     try:
         feed = make(loader, options, stage, rank, world_size, seed, label)
-        return feed, _collect_facts(feed, loader, options), seed
+        return feed, _collect_facts(feed, loader, options)
     except (ValueError, IndexError) as error:
-        return None, {"problem": str(error)}, seed
+        return None, {"problem": str(error)}
 
 
 def _choose_seed(options: DataOptions) -> int:
@@ -132,7 +117,7 @@ def _choose_seed(options: DataOptions) -> int:
 def _collect_facts(feed: Feed, loader: DataLoader, options: DataOptions) -> dict[str, Any]:
     """Collect the facts that all ranks must have in common, by their names in errors."""
     facts = {
-        "kind": feed.describe()["kind"],
+        "kind": feed.kind,
         "batch_size": loader.batch_size,
         "drop_last": loader.drop_last,
     }
@@ -164,9 +149,8 @@ def _compare_facts(
         if "problem" in other_facts:
             where = "" if other == rank else f"on rank {other}: "
             raise ValueError(where + other_facts["problem"])
-    readers = [other_facts for other_facts, _ in entries if other_facts["kind"] != "receiver"]
-    for name in readers[0]:
-        values = [other_facts.get(name) for other_facts in readers]
+    for name in entries[0][0]:
+        values = [other_facts.get(name) for other_facts, _ in entries]
         if any(value != values[0] for value in values):
             raise ValueError(
                 f"rank {rank}, {loader_name}: the ranks do not agree about the {name}: by rank"
@@ -180,15 +164,9 @@ def _check_lengths(feed: Feed, stage: Stage, loader_name: str, world_size: int) 
     counts = feed.batches_per_rank()
     if stage != "fit" or counts is None or max(counts) == 0:
         return
-    if min(counts) == 0:
-        raise ValueError(
-            f"{loader_name}: {world_size} ranks, but there are batches for only"
-            f" {sum(count > 0 for count in counts)}; rank {counts.index(0)} would have none.\n"
-            "Use fewer ranks or a smaller batch size."
-        )
     if len(set(counts)) > 1:
         raise ValueError(
             f"{loader_name}: the ranks would have different numbers of training batches, {counts}."
             "\nChoose even_batches=True (repeats some samples), drop_last=True, or a batch size"
-            " above 1, with which even_batches=False gives all ranks equally many."
+            " above 1, with which even_batches=False gives all ranks equally many; or fewer ranks."
         )

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain, count, islice
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ..support.random_states import derive_seed, scoped
-from .unsized_order import UnsizedOrder
+from ..support.random_states import derive_seed, scoped, seed_cpu
+from .seeding import draw_apart
 
-_COMPARED_ITEMS = 1024  # items of an order without a length that are compared across ranks
+_CHUNK = 1024  # items of an order without a length that are drawn at a time
 Kind = Literal["sequential", "shuffled", "drawn", "custom", "batches"]
 
 
@@ -60,12 +61,30 @@ class MapSource:
 
     def order(self, seed: int, epoch: int, cycle: int) -> Any:
         """Draw the items of one pass over the data; ``cycle`` counts passes within the epoch."""
-        if not self.is_sized:
-            return self._draw_unsized(seed, epoch, cycle)
         order = self._draw_order(seed, epoch, cycle)
         if self.kind not in ("sequential", "shuffled"):
             self._check_range(order, 0, epoch)
         return order
+
+    def draw_unsized(self, seed: int, epoch: int, cycle: int) -> Iterator[Any]:
+        """Draw the items of one pass one by one, if the sampler has no length."""
+        # Only the seed of the user's own generator counts: without an end of one epoch's draws,
+        # there is no state to begin the next epoch at.
+        if self.generator_state is not None:
+            seed = _make_generator(self.generator_state).initial_seed()
+        return chain.from_iterable(
+            draw_apart(self._draw_chunks(_pass_seed(seed, epoch, cycle), epoch))
+        )
+
+    def _draw_chunks(self, pass_seed: int, epoch: int) -> Iterator[list[Any]]:
+        seed_cpu(derive_seed(pass_seed))  # the sampler may draw from any global generator
+        items = iter(self._make_epoch_sampler(pass_seed, epoch))
+        for first in count(0, _CHUNK):
+            chunk = list(islice(items, _CHUNK))
+            self._check_range(chunk, first, epoch)
+            if not chunk:
+                return
+            yield chunk
 
     def _draw_order(self, seed: int, epoch: int, cycle: int) -> Sequence[Any]:
         if self.kind == "sequential":
@@ -85,16 +104,6 @@ class MapSource:
         sampler = _copy_with_generator(self.sampler, torch.Generator().manual_seed(pass_seed))
         _set_epoch(sampler, epoch)
         return sampler
-
-    def _draw_unsized(self, seed: int, epoch: int, cycle: int) -> UnsizedOrder:
-        # Only the seed of the user's own generator counts: without an end of one epoch's draws,
-        # there is no state to begin the next epoch at.
-        if self.generator_state is not None:
-            seed = _make_generator(self.generator_state).initial_seed()
-        pass_seed = _pass_seed(seed, epoch, cycle)
-        sampler = partial(self._make_epoch_sampler, pass_seed, epoch)
-        check = partial(self._check_range, epoch=epoch)
-        return UnsizedOrder(sampler, derive_seed(pass_seed), check)
 
     def _draw_shuffled(self, generator: torch.Generator) -> Any:
         sampler = self.sampler
@@ -151,10 +160,11 @@ class MapSource:
 
         For an order without a length the checksum is of the first 1024 items.
         """
-        order = self.order(seed, 0, 0)
-        if isinstance(order, UnsizedOrder):
-            order = order[0:_COMPARED_ITEMS]
-        return zlib.crc32(repr(order if isinstance(order, range) else list(order)).encode())
+        if self.is_sized:
+            items = list(self.order(seed, 0, 0))
+        else:
+            items = list(islice(self.draw_unsized(seed, 0, 0), _CHUNK))
+        return zlib.crc32(repr(items).encode())
 
 
 def read_source(loader: DataLoader, label: str) -> MapSource:
@@ -172,19 +182,19 @@ def read_source(loader: DataLoader, label: str) -> MapSource:
 
 def unwrap_index_recorder(batch_sampler: Any) -> Any:
     """Return the batch sampler inside Lightning's recorder of indices, or the sampler itself."""
-    # For prediction, Lightning wraps the batch sampler in this class of its
-    # `overrides.distributed`, which this package must not import here.
-    is_recorder = type(batch_sampler).__name__ == "_IndexBatchSamplerWrapper"
+    # For prediction, Lightning wraps the batch sampler.
+    is_recorder = isinstance(batch_sampler, _IndexBatchSamplerWrapper)
     return batch_sampler._batch_sampler if is_recorder else batch_sampler
 
 
 def _is_plain(batches: Any) -> bool:
     """Whether this is torch's own `BatchSampler`, or torchdata's, which cuts in the same way."""
     own_iter = type(batches).__iter__ is BatchSampler.__iter__
-    return isinstance(batches, BatchSampler) and (own_iter or _is_torchdata(batches))
+    return isinstance(batches, BatchSampler) and (own_iter or is_torchdata(batches))
 
 
-def _is_torchdata(obj: Any) -> bool:
+def is_torchdata(obj: Any) -> bool:
+    """Whether torchdata defines the class of the object."""
     return type(obj).__module__.partition(".")[0] == "torchdata"
 
 
@@ -197,14 +207,14 @@ def _describe_sampler(
     label: str,
     is_collated: bool = True,
 ) -> MapSource:
-    generator: Any = None if _is_torchdata(sampler) else getattr(sampler, "generator", None)
+    generator: Any = None if is_torchdata(sampler) else getattr(sampler, "generator", None)
     kind: Kind = "custom"
     if type(sampler) is SequentialSampler:
         kind = "sequential"
     elif isinstance(generator, torch.Generator):
         kind = "drawn"
     elif type(sampler) is RandomSampler or (
-        _is_torchdata(sampler) and type(sampler).__name__ == "RandomSampler"
+        is_torchdata(sampler) and type(sampler).__name__ == "RandomSampler"
     ):
         kind = "shuffled"
     return MapSource(

@@ -1,7 +1,7 @@
 """The work of a Lightning strategy for its loaders, hook by hook.
 
-This module reaches the Trainer and its loops by attribute and does not import Lightning. A strategy
-owns one `DataHooks` for its whole life and calls it in these of its own methods::
+This module reaches the Trainer and its loops by attribute. A strategy owns one `DataHooks` for its
+whole life and calls it in these of its own methods::
 
     def setup_environment(self):          super()...; self.data.disable_sampler_injection(trainer)
     def setup(self, trainer):             ...weights exist...; self.data.seed_ranks(trainer)
@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ..support import random_states
 from .loader import SavedRun, ShardedLoader
@@ -31,6 +32,7 @@ _LIGHTNINGS_KEY = "combined_loader"  # the key of `_FitLoop.on_save_checkpoint` 
 _log = logging.getLogger(__name__)
 _STAGES: dict[str, Stage] = {
     "train": "fit",
+    "sanity_check": "validate",
     "validate": "validate",
     "test": "test",
     "predict": "predict",
@@ -314,8 +316,6 @@ def _fit_loop_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 def _stage(trainer: Any) -> Stage:
     stage = trainer.state.stage
-    if stage is not None and stage.value == "sanity_check":
-        return "sanity"
     name = "train" if stage is None else stage.value
     if name == "train":
         fit_loop = trainer.fit_loop
@@ -358,11 +358,4 @@ def _user_moves_batches(trainer: Any) -> bool:
     """Whether a hook of the user's expects batches on the CPU, as the loader made them."""
     hooks = ("on_before_batch_transfer", "transfer_batch_to_device")
     owners = (trainer.lightning_module, trainer.datamodule)
-    return any(
-        _is_overridden(owner, name) for owner in owners if owner is not None for name in hooks
-    )
-
-
-def _is_overridden(owner: Any, name: str) -> bool:
-    module = getattr(getattr(type(owner), name, None), "__module__", "lightning")
-    return module.partition(".")[0] not in ("lightning", "pytorch_lightning")
+    return any(is_overridden(name, owner) for owner in owners for name in hooks)

@@ -12,14 +12,13 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ..support.random_states import derive_seed, seed_cpu
-from .device import map_tensors
 from .no_batch import NoBatch
 from .order import RowPlan, stream_rows
 from .seeding import draw_apart
@@ -31,79 +30,37 @@ _FROM_BEGINNING, _WITHIN_EPOCH, _AFTER_EPOCH = 0, 1, 2
 # the epoch}
 Mark = dict[str, Any]
 
-
-@dataclass(frozen=True)
-class WorkerBatch:
-    """One rank's batch as it comes from a worker, with the position after it."""
-
-    worker: int
-    batch: Any
-    mark: Mark | None  # this field and the next one: see `StreamRow`
-    rows_to_skip: int
-    is_last: bool  # the last batch of this worker in this pass
-
-    def pin_memory(self) -> WorkerBatch:
-        """Pin the tensors of the batch."""
-        # The pinning thread (`torch.utils.data._utils.pin_memory`) calls this method, because it
-        # does not look into classes that it does not know.
-        pinned = map_tensors(self.batch, torch.Tensor.pin_memory, _pin_object)
-        return WorkerBatch(self.worker, pinned, self.mark, self.rows_to_skip, self.is_last)
+# A mark, rows to drop after it, and whether the worker has ended; see `StreamRow`.
+MarkedRow = tuple[Mark | None, int, bool]
 
 
-def _pin_object(obj: Any) -> Any:
-    return obj.pin_memory() if callable(getattr(obj, "pin_memory", None)) else obj
+class WorkerRow(NamedTuple):
+    """The batches of one row as they come from a worker, with the position after them.
 
-
-@dataclass(frozen=True)
-class EndedTurn:
-    """Fills the turn of a worker that had its turn before the checkpoint.
-
-    `DataLoader` asks its workers in turn, from worker 0 on. With these fillers, the first batch of
-    a resumed loader is that of the right worker.
+    The pinning thread looks into tuples (`torch.utils.data._utils.pin_memory`).
     """
 
+    worker: int
+    batches: list[Any]  # of the ranks that are asked for and have one
+    mark: MarkedRow
 
-@dataclass
+
+@dataclass(frozen=True, eq=False)
 class StreamPosition:
     """The reading positions of all workers.
 
     Attributes:
-        marks: by worker: the mark of its last batch that was handed over, rows to drop after the
-            mark, and whether the worker has ended.
-        turn: the worker whose batch comes next.
+        marks: by worker, that of its last row that was handed over.
+        turn: the worker whose row comes next.
     """
 
-    marks: dict[int, tuple[Mark | None, int, bool]] = field(default_factory=dict)
+    marks: dict[int, MarkedRow] = field(default_factory=dict)
     turn: int = 0
 
-    def advance(self, worker_batch: WorkerBatch, workers: int) -> StreamPosition:
-        """Return the position after ``worker_batch``."""
-        marks = {
-            **self.marks,
-            worker_batch.worker: (
-                worker_batch.mark,
-                worker_batch.rows_to_skip,
-                worker_batch.is_last,
-            ),
-        }
-        return StreamPosition(marks, (worker_batch.worker + 1) % max(1, workers))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Convert the position to plain containers, for a checkpoint."""
-        marks = {
-            w: {"mark": mark, "skip": rows_to_skip, "last": is_last}
-            for w, (mark, rows_to_skip, is_last) in self.marks.items()
-        }
-        return {"marks": marks, "turn": self.turn}
-
-    @staticmethod
-    def from_state(state: dict[str, Any]) -> StreamPosition:
-        """Convert back from `state_dict`."""
-        marks = {
-            int(w): (entry["mark"], entry["skip"], entry["last"])
-            for w, entry in state["marks"].items()
-        }
-        return StreamPosition(marks, state["turn"])
+    def advance(self, row: WorkerRow, workers: int) -> StreamPosition:
+        """Return the position after ``row``."""
+        marks = {**self.marks, row.worker: row.mark}
+        return StreamPosition(marks, (row.worker + 1) % max(1, workers))
 
 
 class StreamShard(IterableDataset):
@@ -117,7 +74,8 @@ class StreamShard(IterableDataset):
         dataset: the user's dataset.
         shape: batch per rank, world, tail and drop_last.
         ranks: the ranks whose cells are yielded, in rank order; one rank, or all for dispatch.
-        collate: the user's ``collate_fn``; None hands items over one by one.
+        collate: the user's ``collate_fn``.
+        is_batched: whether ``collate`` gets lists of items, or items one by one.
         per_sample: seed each item by its place in the stream, not each row.
         label: names rank and loader in messages.
         needs_padding: ranks without a cell in a row get a `NoBatch`, so that all ranks have equally
@@ -129,19 +87,22 @@ class StreamShard(IterableDataset):
         dataset: Any,
         shape: RowPlan,
         ranks: Sequence[int],
-        collate: Callable[[list[Any]], Any] | None,
+        collate: Callable[[Any], Any],
+        is_batched: bool,
         per_sample: bool,
         label: str,
-        needs_padding: bool = False,
+        needs_padding: bool,
     ) -> None:
         self.dataset = dataset
         self.needs_padding = needs_padding
         self.shape = shape
-        self.ranks = list(ranks)
+        self.ranks = ranks
         self.collate = collate
+        self.is_batched = is_batched
         self.items_per_seed = 1 if per_sample else shape.row_items
         self.label = label
         self.position = StreamPosition()
+        self.begin_state: Any = None  # of the dataset in this process, when the newest pass began
         # [epoch, resume mode, seed of the random numbers]
         self.control = torch.zeros(3, dtype=torch.int64, device="cpu").share_memory_()
 
@@ -159,10 +120,10 @@ class StreamShard(IterableDataset):
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[WorkerBatch | EndedTurn]:
+    def __iter__(self) -> Iterator[WorkerRow | None]:
         return self._iterate() if get_worker_info() is not None else draw_apart(self._iterate())
 
-    def _iterate(self) -> Iterator[WorkerBatch | EndedTurn]:
+    def _iterate(self) -> Iterator[WorkerRow | None]:
         worker = info.id if (info := get_worker_info()) is not None else 0
         epoch, resume_mode, seed = self.control.tolist()
         seed = derive_seed(seed, worker)
@@ -171,37 +132,39 @@ class StreamShard(IterableDataset):
             mark, rows_to_skip, has_ended = self.position.marks.get(worker, (None, 0, False))
         if resume_mode == _WITHIN_EPOCH:
             if worker < self.position.turn:
-                yield EndedTurn()
+                # `DataLoader` asks its workers in turn, from worker 0 on. With this, the first row
+                # is that of the right one.
+                yield None
             if has_ended:
                 return
         if info is not None and callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(epoch)
-        label = self.label if worker == 0 else None
-        cursor = Cursor(self.dataset, seed, self.items_per_seed)
+        wraps = self.shape.tail in ("wrap", "level") and not self.shape.drop_last
+        head_size = self.shape.row_items if wraps else 0
+        cursor = Cursor(self.dataset, seed, self.items_per_seed, head_size)
         seed_cpu(seed)  # `iter` of the dataset may draw
         if resume_mode == _AFTER_EPOCH:
             cursor.begin_epoch_after(mark)
             mark, rows_to_skip = None, 0
         else:
-            wraps = self.shape.tail in ("wrap", "level") and not self.shape.drop_last
-            cursor.begin_pass(mark, label, self.shape.row_items if wraps else 0)
-        yield from self._make_batches(cursor, worker, mark, rows_to_skip, seed)
-
-    def _make_batches(
-        self, cursor: Cursor, worker: int, mark: Mark | None, rows_to_skip: int, seed: int
-    ) -> Iterator[WorkerBatch]:
-        read_head = (lambda: cursor.head) if mark is not None else None
-        rows = stream_rows(cursor, self.shape, cursor.make_mark, read_head, mark)
+            cursor.begin_pass(mark, self.label if worker == 0 else None)
+        self.begin_state = cursor.begin_state
+        rows = stream_rows(cursor, self.shape, cursor.make_mark, cursor.head, mark)
         for row in itertools.islice(rows, rows_to_skip, None):
-            for rank in self.ranks:
-                if cell := row.cells[rank]:
-                    # The next row's items are seeded anew when they are read.
-                    read = 0 if row.mark is None else row.mark["read"]
-                    seed_cpu(derive_seed(seed, read, row.rows_to_skip, rank))
-                    batch = cell[0] if self.collate is None else self.collate(cell)
-                    yield WorkerBatch(worker, batch, row.mark, row.rows_to_skip, row.is_last)
-                elif self.needs_padding:
-                    yield WorkerBatch(worker, NoBatch(), row.mark, row.rows_to_skip, row.is_last)
+            read = 0 if row.mark is None else row.mark["read"]
+            batches = [
+                self._make_batch(row.cells[rank], derive_seed(seed, read, row.rows_to_skip, rank))
+                for rank in self.ranks
+                if row.cells[rank] or self.needs_padding
+            ]
+            yield WorkerRow(worker, batches, (row.mark, row.rows_to_skip, row.is_last))
+            del batches
+
+    def _make_batch(self, cell: list[Any], seed: int) -> Any:
+        if not cell:
+            return NoBatch()
+        seed_cpu(seed)  # the next row's items are seeded anew when they are read
+        return self.collate(cell if self.is_batched else cell[0])
 
 
 class Cursor:
@@ -214,33 +177,33 @@ class Cursor:
 
     items: Iterator[Any]
 
-    def __init__(self, dataset: Any, seed: int, items_per_seed: int) -> None:
+    def __init__(self, dataset: Any, seed: int, items_per_seed: int, head_size: int) -> None:
         self.dataset = dataset
         self.items_read = 0
         self.seed = seed
         self.items_per_seed = items_per_seed
-        self.head: list[Any] = []
-        self._begin_state = _state_of(dataset)
+        self.head_size = head_size
+        self.head: list[Any] = []  # the first items, to which the end of the stream may wrap around
+        self.begin_state = _state_of(dataset)
         self._peeked_items: list[Any] = []
 
-    def begin_pass(self, mark: Mark | None, label: str | None, head: int) -> None:
+    def begin_pass(self, mark: Mark | None, label: str | None) -> None:
         """Continue at ``mark``, or begin the stream if it is None.
 
-        The cursor reads the first ``head`` items before it continues, because the end of the stream
-        may wrap around to them. Reading them at the end would move a dataset that has just reached
-        its end.
+        The cursor reads the head before it continues. Reading it at the end would move a dataset
+        that has just reached its end.
         """
-        if mark is None:
+        if mark is None or mark["state"] is None:
             self.items = iter(self.dataset)
-        elif mark["state"] is None:
-            self.items = iter(self.dataset)
-            self._skip_items(mark["read"], label, head)
-        else:
-            if head:
-                self.begin_epoch_after({**mark, "state": mark["begin"]})
-                self.head = list(itertools.islice(self, head))
-            self.items_read, self._begin_state = mark["read"], mark["begin"]
-            self.items = self._load_state(mark["state"])
+            if mark is not None:
+                self._skip_items(mark["read"], label)
+            return
+        if self.head_size:
+            self.begin_epoch_after({**mark, "state": mark["begin"]})
+            for _ in itertools.islice(self, self.head_size):
+                pass
+        self.items_read, self.begin_state = mark["read"], mark["begin"]
+        self.items = self._load_state(mark["state"])
 
     def begin_epoch_after(self, mark: Mark | None) -> None:
         """Begin a new epoch of a stream whose last epoch ended at ``mark``.
@@ -252,7 +215,7 @@ class Cursor:
         if mark is None or mark["state"] is None:
             self.items = iter(self.dataset)
             return
-        self._begin_state = mark["state"]
+        self.begin_state = mark["state"]
         self.items = self._load_state(mark["state"])
         try:
             self._peeked_items = [self._next_item()]
@@ -269,14 +232,10 @@ class Cursor:
         items.load_state_dict(copy.deepcopy(state))
         return items
 
-    def _skip_items(self, count: int, label: str | None, head: int) -> None:
-        """Read ``count`` items and drop all but the first ``head``, with a bar on stderr."""
-        rest = tqdm(
-            itertools.islice(self, count), f"{label}: skipping", count, disable=label is None
-        )
-        items = iter(rest)
-        self.head = list(itertools.islice(items, head))
-        for _ in items:
+    def _skip_items(self, count: int, label: str | None) -> None:
+        """Read ``count`` items and drop them, with a bar on stderr."""
+        items = itertools.islice(self, count)
+        for _ in tqdm(items, f"{label}: skipping", count, disable=label is None):
             pass
         if self.items_read < count:
             raise RuntimeError(
@@ -291,6 +250,8 @@ class Cursor:
     def __next__(self) -> Any:
         item = self._peeked_items.pop() if self._peeked_items else self._next_item()
         self.items_read += 1
+        if len(self.head) < self.head_size:
+            self.head.append(item)
         return item
 
     def _next_item(self) -> Any:
@@ -304,7 +265,7 @@ class Cursor:
         The state is a copy, because a dataset's `state_dict` may return its live state.
         """
         source = self.dataset if is_stateful(self.dataset) else self.items
-        return {"read": self.items_read, "state": _state_of(source), "begin": self._begin_state}
+        return {"read": self.items_read, "state": _state_of(source), "begin": self.begin_state}
 
 
 def is_stateful(obj: Any) -> bool:

@@ -7,16 +7,19 @@ different sizes: processes hang or end. Here all states of a metric make one exc
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
+
+from ..data.tensor_pickle import dump
 
 _NOTHING = object()
 
@@ -59,8 +62,8 @@ def sync_states(metric: Metric, dist_sync_fn: Any = None, process_group: Any = N
     group = process_group or metric.process_group
     states = [getattr(metric, name) for name in metric._reductions]
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, _pack(states), group=group)
-    everyone = [_unpack(packed, metric.device) for packed in everyone]
+    dist.all_gather_object(everyone, dump(states).tobytes(), group=group)
+    everyone = [_move(pickle.loads(data), metric.device) for data in everyone]
     everyone[dist.get_rank(group)] = states  # which know how they were computed
     reductions: dict[str, Any] = metric._reductions
     joined: Any
@@ -78,26 +81,7 @@ def sync_states(metric: Metric, dist_sync_fn: Any = None, process_group: Any = N
         setattr(metric, name, reduction(joined) if is_reduced else joined)
 
 
-class _Packed(NamedTuple):
-    """A tensor as bytes, because one exchange is to carry every dtype."""
-
-    data: Any  # an array of numpy, which is quicker to pickle than a tensor
-    dtype: torch.dtype
-    shape: torch.Size
-
-
-def _pack(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_pack(item) for item in value]
-    if not isinstance(value, Tensor):
-        return value
-    data = value.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
-    return _Packed(data.view(torch.uint8).numpy(), value.dtype, value.shape)
-
-
-def _unpack(value: Any, device: torch.device) -> Any:
-    if isinstance(value, list):
-        return [_unpack(item, device) for item in value]
-    if not isinstance(value, _Packed):
-        return value
-    return torch.from_numpy(value.data).view(value.dtype).reshape(value.shape).to(device)
+def _move(state: Any, device: torch.device) -> Any:
+    if isinstance(state, list):
+        return [_move(element, device) for element in state]
+    return state.to(device) if isinstance(state, Tensor) else state

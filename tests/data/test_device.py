@@ -8,13 +8,13 @@ import torch
 
 from data.datasets import Indices, make_loader
 from lightning_zero3.strategies.data import DataOptions, shard_dataloader
-from lightning_zero3.strategies.data.device import DeviceFeed, move_batch
+from lightning_zero3.strategies.data.device import DeviceFeed
 
 Pair = namedtuple("Pair", "a b")
 
 
-@dataclasses.dataclass(frozen=True)
-class Frozen:
+@dataclasses.dataclass
+class Sample:
     x: torch.Tensor
     name: str
     parts: list
@@ -42,7 +42,7 @@ def make_batch():
     return {
         "tuple": (one, "text", None),
         "pair": Pair(one, [one, 3]),
-        "frozen": Frozen(one, "name", [one]),
+        "sample": Sample(one, "name", [one]),
         "ordered": OrderedDict(x=one),
         "default": counts,
         "custom": Custom(one),
@@ -57,7 +57,7 @@ def check(batch, device):
         and batch["pair"].b[0].device.type == device
         and batch["pair"].b[1] == 3
     )
-    assert type(batch["frozen"]) is Frozen and batch["frozen"].parts[0].device.type == device
+    assert type(batch["sample"]) is Sample and batch["sample"].parts[0].device.type == device
     assert type(batch["ordered"]) is OrderedDict and batch["ordered"]["x"].device.type == device
     assert batch["default"]["x"].device.type == device and batch["default"].default_factory is int
     assert batch["custom"].x.device.type == device and type(batch["text"]) is Text
@@ -66,7 +66,8 @@ def check(batch, device):
 
 def test_any_nesting_is_moved_and_the_original_is_not():
     batch = make_batch()
-    check(move_batch(batch, torch.device("meta")), "meta")
+    feed = DeviceFeed(iter([(batch, 0)]), torch.device("meta"), ahead=False)
+    check(next(feed)[0], "meta")
     check(batch, "cpu")
 
 

@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from data.datasets import Indices, StatefulStream, Stream, make_loader, row_major
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.data import DataOptions, shard_dataloader
-from lightning_zero3.strategies.data.dispatch import pack, unpack
 
 pytestmark = pytest.mark.timeout(40)
 Pair = namedtuple("Pair", "first second")
@@ -22,21 +21,13 @@ class Sample:
     name: str
 
 
-def test_a_batch_is_unpacked_as_it_was_packed():
-    batch = {
-        "pair": Pair(torch.arange(3), torch.zeros(0, 2)),
+def nested(samples):
+    return {
+        "pair": Pair(torch.tensor(samples), torch.zeros(0, 2)),
         "list": [torch.tensor(True), "text", None, 1.5, [], {}],
         "sample": Sample(torch.rand(2, 3, dtype=torch.float64), "name"),
-        "bf16": torch.ones(3, dtype=torch.bfloat16).t(),
+        "bf16": torch.full((3, 2), samples[0], dtype=torch.bfloat16).t(),
     }
-    structure, buffer = pack(batch)
-    import pickle
-
-    back = unpack(pickle.loads(structure), buffer)
-    assert type(back["pair"]) is Pair and back["list"][1:] == ["text", None, 1.5, [], {}]
-    assert torch.equal(back["pair"].first, torch.arange(3)) and back["pair"].second.shape == (0, 2)
-    assert torch.equal(back["sample"].x, batch["sample"].x) and back["sample"].name == "name"
-    assert back["bf16"].dtype == torch.bfloat16 and back["list"][0].item() is True
 
 
 class OnlyOnRankZero(IterableDataset):
@@ -83,6 +74,10 @@ def with_workers(rank):
     return make_loader(Stream(22), 2, batch_size=2)
 
 
+def stateful_with_workers(rank):
+    return make_loader(StatefulStream(22), 2, batch_size=2)
+
+
 RESUMED = [stateful, stateless, shuffled]
 EVALUATED = [only_rank_zero, shuffled, with_workers]
 
@@ -104,6 +99,21 @@ def read_all(rank, world, states):
         make.__name__: read(rank, world, make, "test", None, None, {})[0] for make in EVALUATED
     }
     return whole, stopped, rest, evaluated
+
+
+def read_with_workers(rank, world):
+    """Stops after one row, of which each worker makes its own, and resumes."""
+    first, state, _ = read(rank, world, stateful_with_workers, "fit", 1, None, {})
+    rest, *_ = read(rank, world, stateful_with_workers, "fit", None, state, {})
+    return first, rest
+
+
+def test_workers_rows_are_dispatched_whole():
+    results = run_ranks(read_with_workers, 2, timeout=30)
+    assert row_major([first for first, _ in results]) == [0, 2, 4, 6], "of worker 0"
+    handed = [i for result in results for batches in result for batch in batches for i in batch]
+    # Each worker's last row is filled up.
+    assert sorted(set(handed)) == list(range(22)) and len(handed) == 24
 
 
 @pytest.mark.filterwarnings("ignore:.*cannot go to a position")
@@ -130,6 +140,22 @@ def test_dispatched_loaders_and_their_resumes():
 def by_name(results, part):
     """Of each loader: what every rank found."""
     return {name: [result[part][name] for result in results] for name in results[0][part]}
+
+
+def read_nested(rank, world):
+    loader = DataLoader(Indices(4), batch_size=2, collate_fn=nested)
+    options = DataOptions(sharding="dispatch", seed=5)
+    (batch,) = shard_dataloader(loader, rank=rank, world_size=world, stage="fit", options=options)
+    return batch
+
+
+def test_any_nesting_is_dispatched():
+    for rank, batch in enumerate(run_ranks(read_nested, 2, timeout=30)):
+        assert type(batch["pair"]) is Pair and batch["pair"].second.shape == (0, 2)
+        assert batch["pair"].first.tolist() == [2 * rank, 2 * rank + 1]
+        assert batch["list"][0].item() is True and batch["list"][1:] == ["text", None, 1.5, [], {}]
+        assert batch["sample"].name == "name" and batch["sample"].x.dtype == torch.float64
+        assert torch.equal(batch["bf16"], torch.full((2, 3), 2 * rank, dtype=torch.bfloat16))
 
 
 class Breaks(IterableDataset):

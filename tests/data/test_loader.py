@@ -90,7 +90,7 @@ def test_the_last_batch_is_the_end_of_the_epoch():
     batches = iter(loader)
     next(batches), next(batches)
     state = loader.state_dict()
-    assert state["finished"]
+    assert state["place"]["is_finished"]
     resumed = shards(make, 2)[0]
     resumed.load_state_dict(state)
     assert run(resumed)[0] == order_of(1, 8)[:2]

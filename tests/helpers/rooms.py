@@ -69,7 +69,7 @@ ROOMS = [
         "strategies/data",
         "sharded loaders that resume",
         "strategies/support",
-        "torch numpy tqdm",
+        "torch numpy tqdm lightning",
         tokens=18_319,
     ),
     Room(
