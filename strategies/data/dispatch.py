@@ -74,7 +74,7 @@ def _receive(group: dist.ProcessGroup, label: str) -> Pairs:
         dist.recv(size, 0, group)
         data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         dist.recv(data, 0, group)
-        message = pickle.loads(data.numpy())
+        message = pickle.loads(data.numpy().tobytes())
         if message is None:
             return
         if isinstance(message, str):

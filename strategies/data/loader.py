@@ -252,7 +252,7 @@ class ShardedLoader(DataLoader):
         `DistributedSampler` of the user's.
         """
         place = self.place
-        state = {
+        state: dict[str, Any] = {
             "version": VERSION,
             "place": {**vars(place), "position": self.feed.save_position(place.position)},
             "seed": self.seed,

@@ -260,7 +260,7 @@ class OptimizerStep:
         self._first.remove()
         self._last.remove()
         if self.optimizer.step is self._wrapped:
-            self.optimizer.step = self._step
+            self.optimizer.step = self._step  # type: ignore[method-assign]
         self.is_closed = True
 
     def hand_over(self) -> None:
