@@ -56,7 +56,6 @@ class Meeting(enum.IntEnum):
         -10,
         "enter `strategy.gathered`, which is for all ranks (inside of it one may work alone)",
     )
-    STATE = -11, "read the state of an optimizer (`optimizer.state`, which all ranks read together)"
     BATCH = -12, "end a batch"
     NOTES = (
         -13,

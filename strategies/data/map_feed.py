@@ -47,6 +47,8 @@ class MapFeed(Feed):
             if unwrap_index_recorder(recorder) is not recorder:
                 replaced["batch_sampler"] = copy.copy(recorder)
                 replaced["batch_sampler"]._batch_sampler = self.sampler
+                # a rank without a batch never iterates it, and its constructor sets none
+                replaced["batch_sampler"].seen_batch_indices = []
         self.loader = copy_loader(
             loader,
             dataset=SeededDataset(

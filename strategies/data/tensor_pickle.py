@@ -16,7 +16,8 @@ class _TensorPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not torch.Tensor or obj.layout is not torch.strided:
             return NotImplemented
-        data = obj.detach().cpu().reshape(-1).contiguous()
+        # a single element may have any stride, also in what is contiguous
+        data = obj.detach().cpu().contiguous().as_strided((obj.numel(),), (1,))
         return _rebuild_tensor, (data.view(torch.uint8).numpy(), obj.dtype, obj.shape)
 
 

@@ -22,6 +22,7 @@ _VERBS = (
     "read or save weights of unit {} (one rank alone: in `strategy.gathered`)",
     "read gradients of unit {}",
     "reduce the gradients of unit {}",
+    "read an optimizer's state of unit {} (`optimizer.state`, which all ranks read together)",
 )
 
 

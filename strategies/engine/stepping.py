@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..collectives import LOOK_FOR, DivergenceError, Meeting
+from ..collectives import LOOK_FOR, DivergenceError
 from ..support import profile_range
 from .chunk import Chunk, Entry
 from .sharded import ResidencyError, describe, is_sharded
+from .unit import Exchange
 
 State = dict[str, Any]  # an optimizer's, of one parameter
 
@@ -136,7 +137,7 @@ class StateOfParameters(MutableMapping):
             self.given[key] = {}
             if entry is not None:
                 collectives = self._step.engine.collectives
-                collectives.meet(Meeting.STATE)
+                collectives.meet(entry.unit.labels[Exchange.STATE])
                 names = set(collectives.all_gather_object(entry.name))
                 if len(names) > 1:  # hazard: the parts that ranks exchange of two have two sizes
                     raise DivergenceError(

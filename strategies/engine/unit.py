@@ -54,6 +54,7 @@ class Exchange(enum.IntEnum):
     VALUES = 1  # the master values (or optimizer state), into memory of their own
     GRADIENTS = 2  # reduced gradients, into memory of their own
     REDUCE = 3  # gradients, which are summed
+    STATE = 4  # the optimizer state of a parameter, which all ranks are about to read
 
 
 @dataclass(eq=False)

@@ -38,13 +38,13 @@ ROOMS = [
         packages="torch numpy",
         tokens=1_231,
     ),
-    Room("strategies/collectives", "every exchange between ranks", tokens=6_022),
+    Room("strategies/collectives", "every exchange between ranks", tokens=6_016),
     Room(
         "strategies/engine",
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=33_506,
+        tokens=33_521,
     ),
     Room(
         "strategies/state_dicts",
@@ -70,7 +70,7 @@ ROOMS = [
         "sharded loaders that resume",
         "strategies/support",
         "torch numpy tqdm lightning",
-        tokens=14_950,
+        tokens=14_970,
     ),
     Room(
         "strategies/checkpoints",

@@ -208,9 +208,9 @@ def calls_of_a_trainer(rank, world_size):
 
 
 def test_every_call_of_a_step_of_the_trainer():
-    # One more for the norm that gradients are clipped by; that one and the agreement are torch's all-reduces.
-    # Beside the communicator the ranks compare, while they go on, whether any of them was asked to stop.
-    expected = {**ONCE_THROUGH, "all_reduce": 1}, {"all_reduce": 1 + 1 + 1}
+    # One more for the norm that gradients are clipped by, torch's all-reduce, and one in which ranks
+    # agree whether any of them was asked to stop. Agreements go by shared memory.
+    expected = {**ONCE_THROUGH, "agree": 1 + 1, "all_reduce": 1}, {"all_reduce": 1}
     assert run_ranks(calls_of_a_trainer, 2) == [expected] * 2
 
 

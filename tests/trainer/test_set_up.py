@@ -62,7 +62,8 @@ def test_times_and_the_device_reach_those_they_are_for(set_up):
     mine = torch.device("cuda", 1)
     world = calls[-1][0]
     assert (world.rank, world.world_size, world.device_type) == (1, 2, "cuda")
-    assert calls == [(world, "nccl", timeout, start_timeout, mine)]
+    assert world.backend == "nccl"
+    assert calls == [(world, timeout, start_timeout, mine)]
 
 
 def test_devices_are_counted_before_anything_else(set_up):
