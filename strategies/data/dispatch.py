@@ -16,6 +16,8 @@ import torch.distributed as dist
 from .base_feed import Pairs
 from .tensor_pickle import dump
 
+_LARGE = 4096  # bytes of a tensor that travels beside the pickle, which would copy it
+
 # hazard: a message whose buffer is freed before it was sent never arrives, as when a loop is given
 # up. So these are not variables of the loop.
 _IN_FLIGHT: list[tuple[Any, torch.Tensor]] = []
@@ -57,8 +59,19 @@ def _send_rows(pairs: Pairs, group: dist.ProcessGroup) -> Pairs:
 
 
 def _send(message: Any, rank: int, group: dist.ProcessGroup) -> None:
-    data = torch.frombuffer(dump(message), dtype=torch.uint8)
-    for part in (torch.tensor(len(data), device="cpu"), data):
+    """Send how many parts there are, their sizes, the pickle, and the large tensors beside it."""
+    buffers: list[Any] = []
+
+    def take_out(buffer: pickle.PickleBuffer) -> bool:
+        is_large = buffer.raw().nbytes >= _LARGE
+        if is_large:
+            buffers.append(buffer.raw())
+        return not is_large
+
+    data = dump(message, take_out)
+    parts = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in (data, *buffers)]
+    sizes = torch.tensor([len(part) for part in parts], device="cpu")
+    for part in (torch.tensor(len(parts), device="cpu"), sizes, *parts):
         _IN_FLIGHT.append((dist.isend(part, rank, group), part))
 
 
@@ -69,12 +82,16 @@ def _finish_sending() -> None:
 
 
 def _receive(group: dist.ProcessGroup, label: str) -> Pairs:
-    size = torch.tensor(0, device="cpu")
+    def receive(size: int, dtype: torch.dtype) -> torch.Tensor:
+        part = torch.empty(size, dtype=dtype, device="cpu")
+        dist.recv(part, 0, group)
+        return part
+
     while True:
-        dist.recv(size, 0, group)
-        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-        dist.recv(data, 0, group)
-        message = pickle.loads(data.numpy().tobytes())
+        sizes = receive(int(receive(1, torch.int64)), torch.int64)
+        data, *buffers = [receive(size, torch.uint8).numpy() for size in sizes.tolist()]
+        message = pickle.loads(data.tobytes(), buffers=buffers)
+        del buffers
         if message is None:
             return
         if isinstance(message, str):

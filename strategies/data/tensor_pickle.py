@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ class _TensorPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not torch.Tensor or obj.layout is not torch.strided:
             return NotImplemented
-        # a single element may have any stride, also in what is contiguous
-        data = obj.detach().cpu().contiguous().as_strided((obj.numel(),), (1,))
+        data = obj.detach().cpu().reshape(-1)
+        if data.stride(0) != 1:
+            data = data.clone(memory_format=torch.contiguous_format)
         return _rebuild_tensor, (data.view(torch.uint8).numpy(), obj.dtype, obj.shape)
 
 
@@ -25,8 +27,17 @@ def _rebuild_tensor(data: Any, dtype: torch.dtype, shape: torch.Size) -> torch.T
     return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
-def dump(obj: Any) -> memoryview:
-    """Pickle the object; `pickle.loads` gives its tensors back on the CPU, without gradients."""
+def dump(obj: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> Any:
+    """Pickle the object; `pickle.loads` gives its tensors back on the CPU, without gradients.
+
+    Args:
+        obj: the object.
+        buffer_callback: as `pickle.Pickler` has it: may take the memory of a tensor out of the
+            pickle.
+
+    Returns:
+        A buffer.
+    """
     file = io.BytesIO()
-    _TensorPickler(file, pickle.HIGHEST_PROTOCOL).dump(obj)
+    _TensorPickler(file, pickle.HIGHEST_PROTOCOL, buffer_callback=buffer_callback).dump(obj)
     return file.getbuffer()

@@ -70,7 +70,7 @@ ROOMS = [
         "sharded loaders that resume",
         "strategies/support",
         "torch numpy tqdm lightning",
-        tokens=14_970,
+        tokens=15_137,
     ),
     Room(
         "strategies/checkpoints",
