@@ -159,6 +159,10 @@ class _Pruning(ModelPruning):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._strategy = _strategy(trainer)
         super().setup(trainer, pl_module, stage)
+        # Lightning copied what this rank initialized: training starts from rank 0's values.
+        for layer in (self._original_layers or {}).values():
+            for parameter in layer["data"].parameters():
+                parameter.data = self._strategy.broadcast(parameter.data)
 
     @override
     def apply_pruning(self, amount: int | float) -> None:
