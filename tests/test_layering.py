@@ -180,6 +180,20 @@ def test_the_page_has_the_table():
     )
 
 
+def test_the_engine_is_seven_floors_deep():
+    """A file stands one floor above those that it imports; `__init__`, which has all names, is none."""
+    files = {path.stem: path for path in (ROOT / "strategies" / "engine").glob("*.py")}
+
+    def floor(name):
+        trees = ast.walk(ast.parse(files[name].read_text()))
+        below = {n.module for n in trees if isinstance(n, ast.ImportFrom) and n.level == 1}
+        return 1 + max(map(floor, below & files.keys()), default=0)
+
+    floors = {name: floor(name) for name in files if name != "__init__"}
+    assert floors["layout"] == 1 and floors["unit"] == 3
+    assert {name: n for name, n in floors.items() if n > 7} == {}
+
+
 # ---- sizes ---------------------------------------------------------------------------------------
 
 

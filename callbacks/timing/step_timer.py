@@ -9,10 +9,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from ...strategies.collectives import HostClock, make_clock
 from ..memory.figures import render_table
 from ..memory.ranks import RankGatherer, Spread, spread, to_metrics
-from .fsdp import FSDPCommunication
+from .clocks import HostClock, make_clock
+from .communication import Communication
 
 Part = Literal["data", "forward", "backward", "optimizer", "other"]
 # in the order of KEYS
@@ -25,7 +25,7 @@ KEYS = {
     "time/optimizer_ms": "ms: clipping and the optimizer's step",
     "time/other_ms": "ms: callbacks, logging, validation and checkpoints between batches",
     "time/communication_ms": (
-        "ms: in collectives, beside the computation too, where the strategy tells"
+        "ms: in collectives, beside the computation too, with zero3, FSDP2 and DDP"
     ),
 }
 
@@ -40,9 +40,9 @@ class StepTimer(Callback):
     logging step. Without CUDA it uses the host's clock. Over several ranks a key has the time of
     the slowest rank, with `/min`, `/mean` and `/max_rank`, from one packed all-gather.
 
-    `time/communication_ms` needs a strategy with a method `communication_seconds() -> float` (total
-    so far), as zero3 has; FSDP2, whose collectives this callback times; or DDP, which times its own
-    gradient reduction in the iterations that it samples. Elsewhere the key is absent.
+    `time/communication_ms` needs zero3 or FSDP2, whose collectives this callback times, or DDP,
+    which times its own gradient reduction in the iterations that it samples. Elsewhere the key is
+    absent.
 
     Args:
         every_n_steps: optimizer steps between logging; None takes the Trainer's
@@ -63,8 +63,8 @@ class StepTimer(Callback):
         self._totals = dict.fromkeys(PARTS, 0.0)  # seconds of the steps since the last logging step
         self._steps = 0  # number of these steps
         self._last_step = self._last_logged = 0
-        self._communication: float | None = None  # seconds in all, at the last logging step
-        self._fsdp: FSDPCommunication | None = None
+        self._communication: Communication | None = None
+        self._communicated: float | None = None  # seconds in all, at the last logging step
 
     def make_clock(self, device: torch.device) -> HostClock:
         """Return the clock of a run; override it to supply other times."""
@@ -76,8 +76,9 @@ class StepTimer(Callback):
         self.clock = self.make_clock(trainer.strategy.root_device)
         self.gatherer = RankGatherer()
         self._last_step = self._last_logged = trainer.global_step
-        self._fsdp = FSDPCommunication(pl_module, trainer.strategy.root_device)
-        self._communication = self._read_communication(trainer)
+        engine = getattr(trainer.strategy, "engine", None)
+        self._communication = Communication(engine, pl_module, trainer.strategy.root_device)
+        self._communicated = self._communication.seconds()
         self._begin_part("data")
 
     def _begin_part(self, part: Part, ends_step: bool = False) -> None:
@@ -172,10 +173,10 @@ class StepTimer(Callback):
 
         hazard: a rank whose device has finished no step yet must take part, too.
         """
-        assert self.gatherer is not None
+        assert self.gatherer is not None and self._communication is not None
         self._add_finished_steps()
         ms = 1000 / self._steps if self._steps else float("nan")
-        now, before = self._read_communication(trainer), self._communication
+        now, before = self._communication.seconds(), self._communicated
         figures = [sum(self._totals.values()) * ms, *(self._totals[part] * ms for part in PARTS)]
         figures.append(
             _read_ddp_communication_ms(trainer)
@@ -184,22 +185,16 @@ class StepTimer(Callback):
         )
         self._totals = dict.fromkeys(PARTS, 0.0)
         # Without a finished step this communication counts at the next logging step.
-        self._communication = now if self._steps else before
+        self._communicated = now if self._steps else before
         self._steps = 0
         return spread(list(KEYS), self.gatherer.gather(figures))
-
-    def _read_communication(self, trainer: Trainer) -> float | None:
-        if self._fsdp:
-            return self._fsdp.seconds()
-        read_seconds = getattr(trainer.strategy, "communication_seconds", None)
-        return float(read_seconds()) if read_seconds is not None else None
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self.gatherer is not None:
             self.gatherer.close()
-        if self._fsdp is not None:
-            self._fsdp.close()
+        if self._communication is not None:
+            self._communication.close()
         self._clear()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -33,18 +33,14 @@ from .process_group import (
 )
 from .rounding import ROOM, narrow, widen
 from .shared_memory import SharedMemoryCollectives
-from .timers import CallTimer, CollectiveTimer, HostClock, make_clock
 
 __all__ = [
     "LOOK_FOR",
     "ROOM",
-    "CallTimer",
-    "CollectiveTimer",
     "ComparedCollectives",
     "ExchangeLog",
     "DivergenceError",
     "GroupCollectives",
-    "HostClock",
     "LocalCollectives",
     "Meeting",
     "Pending",
@@ -53,7 +49,6 @@ __all__ = [
     "Work",
     "digest",
     "first_difference",
-    "make_clock",
     "make_collectives",
     "make_hybrid_collectives",
     "narrow",

@@ -19,6 +19,7 @@ from .agreement import reach_agreement
 from .buffers import Buffers
 from .chunk import Entry
 from .gradients import Gradients
+from .reduction import Reducer
 from .sharded import NO_GRAPH_TASK, ResidencyError, get_grad, graph_task, set_grad
 from .uneven import JointSteps
 from .unit import Unit
@@ -35,13 +36,14 @@ class Backward:
         self,
         units: list[Unit],
         gradients: Gradients,
+        reducer: Reducer,
         collectives: LocalCollectives,
         buffers: Buffers,
         joint: JointSteps,
         adopt_values: Callable[[], None],
         failed: Callable[[], None],
     ) -> None:
-        self._units, self._gradients, self._reducer = units, gradients, gradients.reducer
+        self._units, self._gradients, self._reducer = units, gradients, reducer
         self._collectives, self._buffers, self._joint = collectives, buffers, joint
         self._adopt_values, self._failed = adopt_values, failed
         # Indices of units in the order that all ranks expect, the reverse of their forward. All
@@ -168,7 +170,7 @@ class Backward:
         unit.unuse()
         # Nested units get more gradients while the units inside them run; one reduction at the end
         # is enough.
-        if unit.trained and not unit.nested and unit.index not in self.coming:
+        if unit.trained and not (unit.nested or unit.index in self.coming or self._joint.running):
             self._reducer.reduce(unit)
 
     def end(self) -> None:
@@ -189,7 +191,8 @@ class Backward:
         while self.coming:
             self._visit(self._units[self.coming.popleft()])
         self._leave()
-        for unit in reversed(self._units):
+        # a joint step drops gradients
+        for unit in () if self._joint.running else reversed(self._units):
             if unit.nested or (self._collectives.alone and self._reducer.claimed[unit.index]):
                 self._reducer.reduce(unit)
 

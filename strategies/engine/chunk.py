@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from .layout import ChunkLayout, Span
-from .sharded import class_in_use, is_sharded
 
 
 @dataclass(eq=False)
@@ -35,6 +34,7 @@ class Entry:
     aliases: MutableSequence[Tensor] = field(default_factory=list)
 
     # set when an engine takes it over
+    cls_in_use: Any = field(init=False, repr=False)  # see :func:`~.sharded.class_in_use`
     unit: Any = field(init=False, repr=False)  # its :class:`~.unit.Unit`
     chunk: Chunk = field(init=False, repr=False)
     span: Span | None = field(init=False)  # of the elements that this rank owns; None: of none
@@ -47,8 +47,8 @@ class Entry:
     def __post_init__(self) -> None:
         parameter = self.parameter
         # the user's; an engine of an earlier run may have it
-        self.cls = parameter.zero3_entry.cls if is_sharded(parameter) else type(parameter)
-        self.cls_in_use = class_in_use(self.cls)  # type: ignore[arg-type]
+        earlier = getattr(parameter, "zero3_entry", None)
+        self.cls: Any = type(parameter) if earlier is None else earlier.cls
         self.meta = torch.empty_like(parameter, device="meta")
         self.dtype, self.size = self.meta.dtype, self.meta.shape
         self.stride = self.meta.stride()  # of the dense memory order it is stored in

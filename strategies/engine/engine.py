@@ -134,6 +134,7 @@ class Zero3Engine(Access):
         gather, reduce = streams(device), streams(device)
         for chunk in hosted:
             chunk.streams = gather, reduce
+            chunk.entries[0].unit.hosted.append(chunk)
         layout = arena_layout(self.units, collectives.alone)
         # Allocated here and never again: the first forward may run under inference_mode, and CUDA
         # graphs need addresses.
@@ -152,11 +153,12 @@ class Zero3Engine(Access):
         )
         collectives.exchange_log.describe = partial(describe_exchange, self.units)
         self._saved = SavedTensors(self.arena, self.activations)
-        self.gradients = Gradients(self.units, self.reducer, collectives.exchange_log)
-        self.joint = JointSteps(self.units, self.reducer, collectives)
+        self.gradients = Gradients(self.units, self.reducer.written, collectives.exchange_log)
+        self.joint = JointSteps(self.units, collectives)
         self.passes = Backward(
             self.units,
             self.gradients,
+            self.reducer,
             collectives,
             self.buffers,
             self.joint,

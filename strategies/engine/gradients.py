@@ -11,7 +11,6 @@ from torch import Tensor
 from ..collectives import ExchangeLog, Setting
 from .chunk import Chunk, Entry
 from .norms import squared_norms
-from .reduction import Reducer
 from .sharded import ResidencyError
 from .unit import Unit
 
@@ -23,11 +22,15 @@ class Gradients:
     # is this rank's until it ends
     used: bytearray
 
-    def __init__(self, units: list[Unit], reducer: Reducer, exchange_log: ExchangeLog) -> None:
-        self.reducer, self._exchange_log = reducer, exchange_log
+    def __init__(self, units: list[Unit], written: bytearray, exchange_log: ExchangeLog) -> None:
+        """``written``: see :class:`~.reduction.Reducer`."""
+        self._written, self._exchange_log = written, exchange_log
         self.trained = [entry for unit in units for entry in unit.trained]  # by number
         self.chunks = [chunk for unit in units for chunk in unit.chunks if chunk.trained]
         self.used = bytearray(len(self.trained))
+        # cleared gradients keep their memory: somebody has its address, or a device's allocator
+        # might cut it up
+        self.lasting = any(unit.hosted or unit.chunks[0].device.type != "cpu" for unit in units)
         self._incomplete: dict[Entry, str] = {}  # why its gradient must be cleared
         # of the unit asked for last, by name: usually its others are asked for next
         self._full: dict[str, Tensor] = {}
@@ -48,7 +51,7 @@ class Gradients:
                 chunk.has_sums = False
             elif not all(self.used[chunk.numbers]):
                 self._zero_cleared(chunk)
-            if self.reducer.lasting:
+            if self.lasting:
                 # allocated on the compute stream, which frees it, and not on the side stream
                 chunk.room_for_gradients()
             elif not chunk.has_sums:
@@ -231,7 +234,7 @@ class Gradients:
     def clear(self, entry: Entry) -> None:
         """``entry`` has no gradient any more, nor one that is held; local."""
         number = entry.number
-        self.used[number] = self.reducer.written[number] = 0
+        self.used[number] = self._written[number] = 0
         entry.assigned += 1
         self._incomplete.pop(entry, None)
         self._full.pop(entry.name, None)
@@ -240,7 +243,7 @@ class Gradients:
         """Free gradients that will be cleared before anything is added to them; who asks for one
         until then is told.
         """
-        if not self.reducer.lasting and any(self.used):
+        if not self.lasting and any(self.used):
             self.over = True
             for entry in filter(self.has_gradient, self.trained):
                 self.clear(entry)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .engine import Zero3Engine
 from .unit import Phase, Unit
 
 
@@ -21,9 +21,9 @@ class ReplayedStep:
     each replay stands inside of :meth:`replaying`.
     """
 
-    def __init__(self, engine: Zero3Engine) -> None:
-        self._engine = engine
-        engine.reducer.lasting = True
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine  # the :class:`~.engine.Zero3Engine`
+        engine.gradients.lasting = True
         engine.expect_graphs()
         self._filled: list[Unit] = []  # in slots after the forward; the backward leaves none
         self._used: list[int] = []  # numbers of the parameters that get a gradient
@@ -93,7 +93,7 @@ class ReplayedStep:
 
 
 @contextmanager
-def rehearsed_backward(engine: Zero3Engine) -> Iterator[None]:
+def rehearsed_backward(engine: Any) -> Iterator[None]:
     """Around a backward, in a step, of what is differentiated again: buffers, which autograd may
     have saved, stay as they are on each rank.
     """

@@ -87,9 +87,6 @@ class Reducer:
     once = False
     holding = False  # the backward that runs, or comes, does not reduce
     held = False  # gradients of earlier ones wait in the buffer, on all ranks alike
-    # cleared gradients keep their memory: somebody has its address, or a device's allocator might
-    # cut it up
-    lasting: bool
     # looks at a unit's gradients before they are sent
     inspect: Callable[[Unit, Tensor], None] | None = None
 
@@ -105,9 +102,6 @@ class Reducer:
         self._collectives, self._stream, self._wire_dtype = collectives, stream, wire_dtype
         self._scale = 1.0 / (collectives.world_size * collectives.replicas)
         self.once = once
-        self.lasting = device.type != "cpu" or any(
-            isinstance(chunk, HostChunk) for unit in units for chunk in unit.chunks
-        )
         trained = [u for u in units if u.trained]
         layout = reduce_layout(trained, once, stream.on_device)
         self.buffer = collectives.allocate(layout.nbytes, device)

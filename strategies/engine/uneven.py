@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from ..collectives import LocalCollectives
-from .reduction import Reducer
 from .unit import Exchange, Unit
 
 
@@ -18,8 +17,8 @@ class JointSteps:
     Gradients of parameters are dropped in such a step: they would be a mean over some ranks.
     """
 
-    def __init__(self, units: list[Unit], reducer: Reducer, collectives: LocalCollectives) -> None:
-        self._units, self._reducer, self._collectives = units, reducer, collectives
+    def __init__(self, units: list[Unit], collectives: LocalCollectives) -> None:
+        self._units, self._collectives = units, collectives
         self._arena = units[0].arena
         self.running = False  # a step in which other ranks assist
 
@@ -27,14 +26,14 @@ class JointSteps:
     def run(self, step: AbstractContextManager[None]) -> Iterator[None]:
         """Around a step of this rank in which others :meth:`assist`."""
         self._release_all()
-        self.running = self._reducer.holding = True
+        self.running = True
         self._arena.announce = self._announce
         try:
             with step:
                 yield
             self._tell(0)
         finally:
-            self.running = self._reducer.holding = False
+            self.running = False
             self._arena.announce = None
             self._release_all()
 

@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,8 @@ from ..support import profile_range
 from .chunk import Chunk, Entry
 from .isolation import apart
 from .layout import ArenaLayout
-from .offload import HostChunk
 from .partition import UnitModules
-from .sharded import ResidencyError, ShardedParameter, absent_like, set_data
+from .sharded import ResidencyError, ShardedParameter, absent_like, class_in_use, set_data
 from .streams import Stream
 
 # C functions: each unshard asks
@@ -132,9 +132,10 @@ class Unit:
         self.index, self.chunks = index, chunks
         self.name, self.members = modules.name, modules.members
         self.nested = modules.nested
+        self.hosted: list[Any] = []  # those among them in host memory, :class:`HostChunk`
         self.entries = [e for chunk in chunks for e in chunk.entries]
         for entry in self.entries:
-            entry.unit = self
+            entry.unit, entry.cls_in_use = self, class_in_use(entry.cls)
         self.trained = [e for e in self.entries if e.trained]
         self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the buffer
         # name exchanges to other ranks
@@ -153,7 +154,6 @@ class Unit:
         memory.
         """
         self._collectives, self._stream, self.arena = collectives, stream, arena
-        self.hosted = [chunk for chunk in self.chunks if isinstance(chunk, HostChunk)]
         memory = arena.memory[start : start + self.nbytes]
         self._home = self.buffer = Buffer(self, memory, collectives.rank)
         # (device type, dtype) that some of its weights are rounded to, as autocast would

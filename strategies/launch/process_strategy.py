@@ -36,7 +36,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from ..collectives import CollectiveTimer, LocalCollectives, Meeting
+from ..collectives import LocalCollectives, Meeting
 from .cluster_environment import DetectedEnvironment, choose_environment, identify
 from .detect import list_variables
 from .host import visible_devices
@@ -204,7 +204,6 @@ class ProcessStrategy(ParallelStrategy):
         self._start_method: StartMethod = start_method
         # From the sharding of the model on, also Lightning's collectives have labels in its log.
         self._communicator: LocalCollectives | None = None
-        self._timer: CollectiveTimer | None = None
         self._start_timeout = start_timeout
         self._signals: AgreedSignals | None = None
         self._reduced = torch.get_default_dtype()  # of the last real numbers
@@ -396,15 +395,3 @@ class ProcessStrategy(ParallelStrategy):
         # hazard: this rank waits for ever if the others gather a weight instead
         if self._communicator is not None and _distributed_is_initialized():
             self._communicator.meet(meeting)
-
-    def communication_seconds(self) -> float:
-        """Return the seconds that collectives on this rank took since the first call.
-
-        A ``CollectiveTimer`` measures gathers, reductions and agreements from the first call on;
-        without a model that has been set up the time is 0.
-        """
-        if self._communicator is None:
-            return 0.0
-        if self._timer is None or self._timer.communicator is not self._communicator:
-            self._timer = CollectiveTimer(self._communicator, self.root_device)
-        return self._timer.seconds()

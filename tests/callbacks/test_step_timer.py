@@ -1,11 +1,12 @@
 """`StepTimer`: each part gets its own time, from events that are never waited for."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
@@ -18,14 +19,10 @@ from helpers.parity import trainer
 from helpers.ranks import run_ranks
 from helpers.tracking import Collecting, needs_cuda
 from lightning_zero3.callbacks import StepTimer
-from lightning_zero3.callbacks.timing.fsdp import _starters
+from lightning_zero3.callbacks.timing.clocks import HostClock
+from lightning_zero3.callbacks.timing.communication import Communication, _starters
 from lightning_zero3.callbacks.timing.step_timer import KEYS
-from lightning_zero3.strategies.collectives import (
-    CollectiveTimer,
-    ComparedCollectives,
-    HostClock,
-    LocalCollectives,
-)
+from lightning_zero3.strategies.collectives import ComparedCollectives, LocalCollectives
 
 
 class Slept(HostClock):
@@ -112,16 +109,6 @@ def test_without_a_logger_a_table_is_printed(has_logger, tmp_path, capsys):
     rows = [[part, f"{slept:.2f}", "ms"] for part, slept in expected]
     assert [row for row in printed if row[1:] and row[-1] == "ms"] == ([] if has_logger else rows)
     assert (["StepTimer:", "mean", "of", "3", "steps"] in printed) != has_logger
-
-
-class Telling(SingleDeviceStrategy):
-    def communication_seconds(self):
-        return 0.005 * self.lightning_module.trainer.global_step
-
-
-def test_a_strategy_that_knows_tells_its_communication(tmp_path):
-    rows = fit(StepTimer(), tmp_path, strategy=Telling("cpu"))
-    assert [row["time/communication_ms"] for _, row in rows] == pytest.approx([5.0, 5.0])
 
 
 class Delayed(HostClock):
@@ -260,7 +247,9 @@ def test_collectives_on_the_gpu_are_timed_by_events():
     communicator, buffer = Multiplying(), torch.ones(4096, 4096, device="cuda")
     communicator.all_gather(buffer)
     torch.cuda.synchronize()
-    timer = CollectiveTimer(communicator, buffer.device)
+    timer = Communication(
+        SimpleNamespace(collectives=communicator), torch.nn.Identity(), buffer.device
+    )
     begun = time.perf_counter()
     communicator.all_gather(buffer)
     assert timer.seconds() == 0.0  # asking does not wait

@@ -38,7 +38,7 @@ ROOMS = [
         packages="torch numpy",
         tokens=1_231,
     ),
-    Room("strategies/collectives", "every exchange between ranks", tokens=6_016),
+    Room("strategies/collectives", "every exchange between ranks", tokens=5_479),
     Room(
         "strategies/engine",
         "ZeRO-3 in plain torch",
@@ -63,7 +63,7 @@ ROOMS = [
         "how processes find each other",
         "strategies/support strategies/collectives",
         _LIGHTNING,
-        tokens=10_898,
+        tokens=10_830,
     ),
     Room(
         "strategies/data",
@@ -106,7 +106,7 @@ ROOMS = [
         "Lightning's callbacks on shards",
         "strategies/collectives strategies/engine",
         _LIGHTNING,
-        tokens=3_020,
+        tokens=3_062,
     ),
     Room(
         "strategies/plan",
@@ -157,9 +157,9 @@ ROOMS = [
     Room(
         "callbacks/timing",
         "where the time of a step goes",
-        "strategies/collectives callbacks/memory",
+        "callbacks/memory",
         _LIGHTNING,
-        tokens=1_598,
+        tokens=2_122,
     ),
     Room(
         "callbacks/graphs",

@@ -85,7 +85,7 @@ def memory_of_a_step(rank, world_size, lasting, device="cpu", blocks=BLOCKS):
     found = {}
     for name, (options, micro_batches, clipped) in VARIANTS.items():
         model, optimizer, engine = build(rank, world_size, device=device, blocks=blocks, **options)
-        engine.reducer.lasting = lasting
+        engine.gradients.lasting = lasting
         with torch.autocast(device, torch.bfloat16) if name == "bf16-mixed" else nullcontext():
             for seed in range(2):
                 step(model, optimizer, engine, rank, micro_batches, clipped, seed)

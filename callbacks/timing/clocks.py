@@ -1,4 +1,4 @@
-"""Timers: clocks of the host and of CUDA devices, and the time that collectives take."""
+"""Clocks of the host and of CUDA devices, and the time that calls take by them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-
-from .process_group import LocalCollectives
 
 
 class HostClock:
@@ -68,7 +66,7 @@ class CallTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._clock = make_clock(device)
-        self._on_host = type(self._clock) is HostClock
+        self.on_host = type(self._clock) is HostClock
         self._spans: deque[tuple[Any, Any]] = deque()  # marks that the device may not have passed
         self._total_s = 0.0
 
@@ -82,7 +80,7 @@ class CallTimer:
                 self._spans.append((begin, self._clock.mark()))
                 if len(self._spans) > 1000:  # without a reader the deque would grow for ever
                     self.seconds()
-            if self._on_host and hasattr(result, "wait"):
+            if self.on_host and hasattr(result, "wait"):
                 return SimpleNamespace(wait=self.timed(result.wait))
             return result
 
@@ -94,16 +92,3 @@ class CallTimer:
             begin, end = self._spans.popleft()
             self._total_s += self._clock.between(begin, end)
         return self._total_s
-
-
-class CollectiveTimer(CallTimer):
-    """Adds up the time of the collectives that go through a communicator."""
-
-    def __init__(self, communicator: LocalCollectives, device: torch.device) -> None:
-        super().__init__(device)
-        self.communicator = communicator
-        names = ["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
-        # On CUDA agreements do not count: ranks agree on the host, without the device.
-        # The methods of the object change, because the units refer to this very object.
-        for name in names + ["agree"] * self._on_host:
-            setattr(communicator, name, self.timed(getattr(communicator, name)))
