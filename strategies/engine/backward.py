@@ -120,9 +120,9 @@ class Backward:
         if self.active:
             return
         self._adopt_values()
-        self.active, self._run, self._before = True, None, bytes(self._gradients.used)
         if not self._joint.running:
-            self._gradients.begin_backward()
+            self._gradients.begin_backward()  # or raises, and no pass has begun
+        self.active, self._run, self._before = True, None, bytes(self._gradients.used)
         if not silent:
             this = _Pass()
             self._run = weakref.ref(this)

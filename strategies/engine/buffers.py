@@ -118,7 +118,8 @@ class Buffers:
             self._alike = [n for n in first if all(each.get(n) == first[n] for each in others)]
             names = self._alike
         else:
-            names = [n for n, is_one in zip(self._alike, chosen, strict=False) if is_one]
+            marked = zip(self._alike, chosen, strict=False)
+            names = [n for n, is_one in marked if is_one and n in found]  # else removed since
         if self._collectives.world_size > 1:
             self._copy([found[name] for name in names if found[name].buffer.numel()])
             found = self._find()

@@ -25,9 +25,9 @@ class Entry:
 
     name: str
     parameter: Any  # an `nn.Parameter`
-    trained: bool  # an optimizer has it
+    trained: bool  # an optimizer has it, and it is floating or complex
     number: int = -1  # among all trained parameters of the engine
-    seen: int = 0  # version when its use began: a change in place shows
+    seen: int = 0  # the version that the shards have (-1: none): a change in place shows
     assigned: int = 0  # how often its gradient was cleared or replaced
     dropped: bool = False  # no optimizer has it, and its gradient was not kept
     # what `.data` was in the use that runs; torch counts apart what is written to each

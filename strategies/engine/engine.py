@@ -369,8 +369,8 @@ class Zero3Engine(Access):
                 self._has_warned = True
                 warnings.warn(
                     f"Somebody holds a view of a weight of unit {unit.name}, made in its forward,"
-                    " while the weight changes: the view shows the value of before. Keep a"
-                    " `.clone()`, or use the parameter itself.",
+                    " while the weight changes: the view shows the value of before until the unit"
+                    " is unsharded again. Keep a `.clone()`, or use the parameter itself.",
                     stacklevel=2,
                 )
 

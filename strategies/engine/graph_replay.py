@@ -16,8 +16,8 @@ class ReplayedStep:
     """The books of one captured forward and backward: parts 0 and 1.
 
     A graph repeats what the device did in the capture, unshards and reductions included. That is
-    right only if the slots hold what they held then, nothing is on its way, and the gradients are
-    to be added to; and afterwards the engine must know what the slots hold now. So each capture and
+    right only if the buffers hold what they held then, nothing is on its way, and the gradients are
+    to be added to; and afterwards the engine must know what they hold now. So each capture and
     each replay stands inside of :meth:`replaying`.
     """
 
@@ -25,7 +25,7 @@ class ReplayedStep:
         self._engine = engine  # the :class:`~.engine.Zero3Engine`
         engine.gradients.lasting = True
         engine.expect_graphs()
-        self._filled: list[Unit] = []  # in slots after the forward; the backward leaves none
+        self._filled: list[Unit] = []  # in buffers after the forward; the backward leaves none
         self._used: list[int] = []  # numbers of the parameters that get a gradient
         self._written: list[list[Tensor]] = [[], []]  # buffers that each part writes to
 
@@ -34,8 +34,8 @@ class ReplayedStep:
         """Around the replay, or capture, of the forward, or of the backward inside of
         ``engine.backward()``, which goes on to end the pass.
 
-        The forward begins with empty slots: units that an earlier micro-batch has left there are
-        gathered again.
+        The forward begins with empty buffers: units that an earlier micro-batch has left there are
+        unsharded again.
         """
         units, gradients = self._engine.units, self._engine.gradients
         if part:
@@ -58,7 +58,7 @@ class ReplayedStep:
         yield
         for unit in units:
             unit.replayed(not part and unit in self._filled)
-        # Seen by those who keep buffers equal on all ranks.
+        # so that what keeps the module's buffers equal on all ranks sees it
         increment_version(self._written[part])
 
     @contextmanager

@@ -44,7 +44,7 @@ def find_units(model: nn.Module, policy: UnitPolicy | None = None) -> list[UnitM
     Args:
         model: the whole model.
         policy: None takes the children of the outermost
-            ``ModuleList``/``Sequential``/``ModuleDict`` that repeat one class (the blocks), and
+            ``ModuleList``/``Sequential``/``ModuleDict`` that repeat a class (the blocks), and
             every other module that has parameters and no children; neighbours below 1 MiB share a
             unit. A list of module classes (or their names) takes modules of those classes, and of
             classes derived from them, as the blocks instead. A function gets the model and returns

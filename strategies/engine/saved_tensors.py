@@ -103,7 +103,7 @@ class SavedTensors:
 
         return pack, unpack
 
-    # Autograd calls these two for each tensor that it saves, so they call nothing in Python.
+    # Autograd calls these two for each tensor that it saves, so for one they call little in Python.
 
     def _pack(self, tensor: Tensor) -> SavedWeight | SavedParameter | tuple[Tensor, int] | Tensor:
         if type(tensor) is ShardedParameter:

@@ -9,9 +9,9 @@
 
 Both side streams fork from the *current* stream and join it, by events, so a CUDA graph that
 captures the current stream captures them. Nothing uses ``record_stream``: arena memory is never
-returned to the allocator. The CPU has no side streams: gloo runs its own thread, and waiting on its
-work handles is the join. Whoever has one asks it (``on_device``) instead of calling stand-ins,
-which would cost Python calls for every unit.
+returned to the allocator, and other buffers are joined before they are. The CPU has no side
+streams: gloo runs its own thread, and waiting on its work handles is the join. Whoever has one asks
+it (``on_device``) instead of calling stand-ins, which would cost Python calls for every unit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Stream:
     """A stream beside the compute stream; none on the CPU, where nobody forks."""
 
     def __init__(self, device: torch.device) -> None:
-        # whether work runs beside the host: a wait inside fork() then holds up this stream alone
+        # whether work runs beside the host: a wait inside `run` then holds up this stream alone
         self.on_device = device.type == "cuda"
         if self.on_device:
             # High priority: a collective that waits behind compute kernels delays every rank.

@@ -66,7 +66,8 @@ class Arena:
     holders: list[Unit] = field(default_factory=list)
     # those among them whose memory no other unit may take
     in_use: list[Unit] = field(default_factory=list)
-    # whose memory somebody held when their use ended: a view of a weight, an array, autograd
+    # whose memory somebody held when their use ended (a view of a weight, an array, autograd), or
+    # may hold: what backward was given out of its turn
     kept: dict[Unit, None] = field(default_factory=dict)
     # graphs are captured, or will be: they hold memory of units that share it, and know that
     is_captured: bool = False
@@ -121,7 +122,7 @@ class Unit:
 
     phase: Phase
     rivals: Set[Unit]  # other units whose own buffers share memory with its own
-    buffer: Buffer  # that it is unsharded into now, or was
+    buffer: Buffer  # that it is unsharded into now, or will be
     pins: int  # uses that have not ended
     # parameters hold values of their own (`gathered`): there is nothing to unshard for a forward
     lent: bool
@@ -164,6 +165,7 @@ class Unit:
         for entry in self.entries:
             entry.absent = absent_like(entry.meta, entry.chunk.dtype, arena.memory.device)
             entry.parameter.data = entry.absent
+            entry.seen = entry.parameter._version
         # where parameters begin [bytes of the buffer], in this order, but those without elements
         places = [(view.data_ptr() - self._home.start, entry) for entry, view in self._home.views]
         places.sort(key=lambda place: place[0])
@@ -177,7 +179,6 @@ class Unit:
         for entry in self.entries:
             entry.parameter.__class__ = entry.cls_in_use
             set_data(entry.parameter, entry.absent)
-            entry.seen = entry.parameter._version
             entry.parameter.__class__ = ShardedParameter
 
     def unshard(self, ahead: bool = False) -> None:
@@ -221,7 +222,8 @@ class Unit:
         held is put back.
         """
         if self._beside is not None:
-            before, self.buffer = self._home.memory.clone(), self._home
+            with apart():
+                before, self.buffer = self._home.memory.clone(), self._home
         if self.arena.announce is not None:
             self.arena.announce(self, Exchange.UNSHARD)
         # No torch.func transform is to see it.
@@ -303,7 +305,7 @@ class Unit:
                 parameter = entry.parameter
                 parameter.__class__ = entry.cls_in_use
                 if parameter._version != entry.seen:
-                    parameter.__class__ = ShardedParameter
+                    self.shard_parameters()  # also those before it
                     raise _written_while_sharded(entry)
                 set_data(parameter, view)
             self.phase = Phase.IN_USE
@@ -368,7 +370,7 @@ class Unit:
             )
 
     def reshard(self) -> None:
-        """Give the buffer up."""
+        """Give the buffer up, unless it is in use."""
         if self.phase is Phase.UNSHARDING:
             self.wait()  # hazard: the memory's next owner while ranks still send into it
         if self.phase is Phase.UNSHARDED:

@@ -107,9 +107,45 @@ def while_a_backward_runs(rank, world_size):
         torch.testing.assert_close(ours.grad.clone(), its.grad)
 
 
+def fail(grad):
+    raise ArithmeticError
+
+
+def cleared_as_the_error_says(rank, world_size):
+    """A backward that fails, another one that is refused for that, and `zero_grad`, without
+    `manual_backward`.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
+    plain, batches = copy.deepcopy(model), torch.randn(world_size, 4, DIM)
+    plain(batches.flatten(0, 1)).square().mean().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    collectives = make_collectives(dist.group.WORLD, CPU)
+    engine = Zero3Engine(
+        model, [optimizer], device=CPU, collectives=collectives, unit_policy=[nn.Linear]
+    )
+
+    def loss(hook=None):
+        with engine.step():
+            hidden = model[0](batches[rank])
+            if hook is not None:
+                hidden.register_hook(hook)
+            return model[2](model[1](hidden)).square().mean()
+
+    loss().backward()
+    with pytest.raises(ArithmeticError):
+        loss(fail).backward()
+    with pytest.raises(RuntimeError, match=r"incomplete. Call `zero_grad\(\)`"):
+        loss().backward()
+    optimizer.zero_grad()
+    loss().backward()
+    for ours, its in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.clone(), its.grad)
+
+
 @pytest.mark.parametrize(
     "case",
-    [in_a_step, outside_of_steps, while_a_backward_runs],
+    [in_a_step, outside_of_steps, while_a_backward_runs, cleared_as_the_error_says],
 )
 def test_what_follows_is_right(case):
     run_ranks(case, 2)

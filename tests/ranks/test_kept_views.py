@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from helpers.contracts import BLOCKS, build
@@ -16,13 +15,14 @@ from lightning_zero3.strategies.engine import ResidencyError, gathered
 class Keeps(nn.Linear):
     """A layer that lets others see its weights of the last forward."""
 
-    kept = array = None
+    kept = kept_bias = array = None
 
     def __init__(self):
         super().__init__(6, 6)
 
     def forward(self, x):
         self.kept, self.array = self.weight.t(), self.weight.detach().numpy()
+        self.kept_bias = self.bias[:]
         return super().forward(x)
 
 
@@ -55,7 +55,7 @@ def keep(rank, world_size, only_on_rank_zero):
         step(model, engine, x)
         if only_on_rank_zero and rank:
             for layer in model:
-                layer.kept = layer.array = None
+                layer.kept = layer.kept_bias = layer.array = None
             gc.collect()
     for layer, reference in zip(model, plain, strict=True):
         if layer.kept is not None:
@@ -82,22 +82,28 @@ def test_what_is_kept_stays_and_disturbs_nobody(only_on_rank_zero):
     assert run_ranks(keep, 2, only_on_rank_zero, timeout=30) == [True, True]
 
 
-def write(rank, world_size):
+def write(rank, world_size, kept, name):
+    """The unit's other parameters are as before the error."""
     model, _, engine = build(rank, world_size, block=Keeps)
+    before = model[1].weight.clone()
     x = torch.ones(2, 6)
     step(model, engine, x)
     with torch.no_grad():
-        model[1].kept.mul_(2)
+        getattr(model[1], kept).mul_(2)
     with pytest.raises(
-        ResidencyError, match="'1.weight' was changed in place after its unit's use"
+        ResidencyError, match=f"'1.{name}' was changed in place after its unit's use"
     ):
         with engine.step():
             model(x)
-    dist.barrier()
+    with torch.no_grad():
+        model[1].weight.mul_(3)
+    with gathered(model[1].weight, modify=False):  # as it is stored
+        assert torch.equal(model[1].weight, 3 * before)
 
 
-def test_a_write_to_what_is_kept_is_an_error_that_names_the_parameter():
-    run_ranks(write, 2, timeout=30)
+@pytest.mark.parametrize(("kept", "name"), [("kept", "weight"), ("kept_bias", "bias")])
+def test_a_write_to_what_is_kept_is_an_error_that_names_the_parameter(kept, name):
+    run_ranks(write, 2, kept, name, timeout=30)
 
 
 def count(rank, world_size):
