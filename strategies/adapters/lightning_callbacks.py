@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
@@ -159,10 +159,6 @@ class _Pruning(ModelPruning):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._strategy = _strategy(trainer)
         super().setup(trainer, pl_module, stage)
-        # Lightning copied what this rank initialized: training starts from rank 0's values.
-        for layer in (self._original_layers or {}).values():
-            for parameter in layer["data"].parameters():
-                parameter.data = self._strategy.broadcast(parameter.data)
 
     @override
     def apply_pruning(self, amount: int | float) -> None:
@@ -180,6 +176,13 @@ class _Pruning(ModelPruning):
             mask = module._buffers.get(f"{name}_mask")
             if mask is not None:
                 mask.copy_(engine.collectives.broadcast(mask.contiguous()))
+
+    @override
+    def _copy_param(self, new: nn.Module, old: nn.Module, name: str) -> None:
+        # What `old` has this rank initialized, before the run or now: rank 0's counts.
+        source = getattr(old, name)
+        source.data = self._strategy.broadcast(source.data)
+        super()._copy_param(new, old, name)
 
     @override
     def on_save_checkpoint(

@@ -135,13 +135,13 @@ def test_as_in_one_process(run, kind, runs):
     assert_tensors_close(found[0][kind][1], state)
 
 
-def fit_unseeded(rank, world_size, strategy):
-    """Weights of a run whose ranks initialized other values each."""
+def fit_tickets(rank, world_size, strategy, **options):
+    """Weights of a run whose ranks initialize other values each."""
     module = Backbone(ADAM)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(rank)
-    tickets = ModelPruning("l1_unstructured", amount=0.2)  # back to the first weights by default
+    tickets = ModelPruning("l1_unstructured", amount=0.2, **options)
     runner = trainer(
         sharded(ADAM) if strategy == "zero3" else strategy, world_size, callbacks=[tickets]
     )
@@ -149,10 +149,23 @@ def fit_unseeded(rank, world_size, strategy):
     return {name: value.clone() for name, value in full_state(runner).items()}
 
 
+def resample_tickets(rank, world_size, strategy):
+    def fill(layer):
+        torch.nn.init.constant_(layer.weight, 7.0 + rank)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(torch.nn.Linear, "reset_parameters", fill)
+        return fit_tickets(rank, world_size, strategy, resample_parameters=True)
+
+
 def test_a_lottery_ticket_starts_from_the_values_of_rank_0():
-    (expected,) = run_ranks(fit_unseeded, 1, "auto")
-    found, *_ = run_ranks(fit_unseeded, 2, "zero3")
+    (expected,) = run_ranks(fit_tickets, 1, "auto")
+    found, *_ = run_ranks(fit_tickets, 2, "zero3")
     assert any((value == 0).any() for value in expected.values())
+    assert_tensors_close(found, expected)
+    (expected,) = run_ranks(resample_tickets, 1, "auto")
+    found, *_ = run_ranks(resample_tickets, 2, "zero3")
+    assert any((value == 7).any() for value in expected.values())
     assert_tensors_close(found, expected)
 
 
