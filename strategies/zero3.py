@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import Never, override
 
+from .activations import Activations, ActivationsKind, parse_activations
 from .adapters.foreign import log_graphs, mark_sharded
 from .adapters.lightning_callbacks import adapt, move_averages, start_averages
 from .adapters.option_names import refuse_others
@@ -35,13 +36,11 @@ from .collectives import LocalCollectives, make_collectives, make_hybrid_collect
 from .data import DataHooks, DataOptions
 from .engine import (
     FUSED,
-    ActivationsKind,
     OffloadKind,
     OptimizerStep,
     UnitPolicy,
     Zero3Engine,
     gathered,
-    parse_activations,
     parse_offload,
 )
 from .engine.memory_ledger import by_category, by_unit
@@ -210,6 +209,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self._checkpoints = _as_options("checkpoint", checkpoint, CheckpointOptions)
         self._debug, self._offload = debug, parse_offload(offload)
         self._activations = parse_activations(activations)
+        self._moved: Activations | None = None
         self._stop_on_nonfinite = stop_on_nonfinite
         self._finite_check: FiniteCheck | None = None
         self._second_run: SecondRun | None = None  # None if a micro-batch cannot be run again
@@ -332,8 +332,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             self._tell_offload()
         elif self._offload is not None:
             rank_zero_info("Offload: everything fits, and stays on the device.")
-        if self.engine.activations is not None:
-            rank_zero_info(self.engine.activations.describe())
+        if self._moved is not None:
+            rank_zero_info(self._moved.describe())
         if any(states):  # made of each rank's own initial values, perhaps
             states = broadcast_created_state(self.engine, states)
         self._groups.start(self.engine, states)
@@ -359,15 +359,19 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
     def _build_engine(self) -> Zero3Engine:
         assert self._communicator is not None
         options = self._engine_options()
+        budget = options.pop("activations")
         if self._communicator.world_size == 1:  # sends nothing, also where offload copies shards
             options |= {"wire_dtype": lambda name, p: torch.float32, "reduce_dtype": None}
-        return Zero3Engine(
+        engine = Zero3Engine(
             self._trainer.lightning_module,
             self.optimizers,
             device=self.root_device,
             collectives=self._communicator,
             **options,
         )
+        if budget is not None:
+            self._moved = Activations(budget, engine)
+        return engine
 
     def _engine_options(self) -> dict[str, Any]:
         module = self._trainer.lightning_module
@@ -594,6 +598,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         """
         assert self.engine is not None and self.lightning_module is not None
         ledger: dict[str, Any] = by_category(self.engine, self.lightning_module)
+        ledger["host"] += 0 if self._moved is None else self._moved.memory.nbytes
         return {**ledger, "units": by_unit(self.engine)} if per_unit else ledger
 
     # ------------------------------------------------------------------------------------- registry

@@ -27,13 +27,11 @@ Read layout, partition, chunk and unit for what there is; engine, hooks, saved_t
 reduction, gradients and stepping for what happens in a step; sharded and access for what is read
 and written outside of a unit's use. The others can wait: build (set-up), buffers, agreement (what
 the ranks compare), uneven (steps that some ranks do not run), debug, graph_replay (what a captured
-graph does to units), offload and host_steps (shards in host memory), activations (what is saved,
-in host memory), memory_ledger, and the small
+graph does to units), offload and host_steps (shards in host memory), memory_ledger, and the small
 ones: norms, forward_order, isolation, torch_functions, streams, module_tree.
 """
 
 from .access import gathered
-from .activations import ActivationsKind, parse_activations
 from .agreement import compare_notes
 from .chunk import Chunk, Entry
 from .engine import Zero3Engine
@@ -49,7 +47,6 @@ from .unit import Exchange, Unit, is_in_buffer
 __all__ = [
     "FUSED",
     "SCALARS",
-    "ActivationsKind",
     "Chunk",
     "Entry",
     "Exchange",
@@ -73,7 +70,6 @@ __all__ = [
     "is_in_buffer",
     "is_sharded",
     "owner_or_none",
-    "parse_activations",
     "parse_offload",
     "rehearsed_backward",
 ]

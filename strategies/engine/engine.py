@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ..collectives import LocalCollectives
 from .access import Access
-from .activations import Activations
 from .agreement import compare_notes, describe_exchange
 from .backward import Backward
 from .buffers import Buffers
@@ -77,8 +77,6 @@ class Zero3Engine(Access):
         loaded: names of parameters and buffers that are going to be loaded, and are not initialised
             where they are on the meta device.
         offload: which shards live in host memory; not with collectives that are alone.
-        activations: what steps save for backward moves to host memory, but for so many bytes; the
-            same.
 
     Raises:
         ValueError: see :mod:`~.partition` and :mod:`~.build`.
@@ -86,6 +84,8 @@ class Zero3Engine(Access):
 
     units: list[Unit]
     inspect: Callable[[Unit, Any], None] | None = None  # looks at a unit's outputs
+    around_step: Callable[[], AbstractContextManager[None]] = nullcontext  # entered by each step
+    handles: list[RemovableHandle]  # of hooks, which go when it is closed
 
     def __init__(
         self,
@@ -102,7 +102,6 @@ class Zero3Engine(Access):
         debug: bool = False,
         loaded: Container[str] = (),
         offload: Offload | None = None,
-        activations: int | None = None,
         streams: Callable[[torch.device], Stream] = Stream,
         worker: Callable[[torch.device], Executor] = start_worker,
     ) -> None:
@@ -128,9 +127,6 @@ class Zero3Engine(Access):
         for owner in earlier:
             owner.close()  # this engine has taken the parameters over
         self.buffers = Buffers(model, collectives, device)
-        self.activations = (
-            None if activations is None else Activations(activations, device, streams(device))
-        )
         gather, reduce = streams(device), streams(device)
         for chunk in hosted:
             chunk.streams = gather, reduce
@@ -152,7 +148,7 @@ class Zero3Engine(Access):
             None if collectives.alone else reduce_dtype,
         )
         collectives.exchange_log.describe = partial(describe_exchange, self.units)
-        self._saved = SavedTensors(self.arena, self.activations)
+        self.saved_tensors = SavedTensors(self.arena)
         self.gradients = Gradients(self.units, self.reducer.written, collectives.exchange_log)
         self.joint = JointSteps(self.units, collectives)
         self.passes = Backward(
@@ -169,7 +165,7 @@ class Zero3Engine(Access):
         self._forward = ForwardOrder(foresees=not debug)
         hooks = self._enter_forward, self._leave_forward
         self._has_warned = False
-        self._handles = [handle for unit in self.units for handle in install(unit, *hooks)]
+        self.handles = [handle for unit in self.units for handle in install(unit, *hooks)]
         self._taking = [
             handle for unit in self.units for handle in take_gradients(unit, self.passes.collector)
         ]
@@ -181,9 +177,9 @@ class Zero3Engine(Access):
     def close(self) -> None:
         """Take the hooks away. The values stay in the shards; another engine may take them over."""
         self.end_run()
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
-        self._handles = []
+        self.handles = []
         for step in self.steps.values():
             step.close()
 
@@ -238,7 +234,7 @@ class Zero3Engine(Access):
             self.passes.in_step = True
             if gradients_over:
                 self.gradients.take_away()
-            with self._saved.step():
+            with self.around_step():
                 yield
         except BaseException:
             self.abandon()
@@ -252,7 +248,7 @@ class Zero3Engine(Access):
         """What precedes the first operation of a step."""
         if self.passes.active:
             self.abandon()
-        self._saved.leave(None)
+        self.saved_tensors.leave(None)
         self.require_unwritten()
         for step in self.steps.values():
             step.abandon()
@@ -293,7 +289,7 @@ class Zero3Engine(Access):
 
     def abandon(self) -> None:
         """Drop all that is open after an exception; the next step starts clean."""
-        self._saved.leave(None)
+        self.saved_tensors.leave(None)
         for unit in self.units:
             unit.spread = None
         with ExitStack() as stack:  # from below, also if a change in place cannot be stored
@@ -385,11 +381,9 @@ class Zero3Engine(Access):
                     compare_notes(self.collectives)
         if self.collectives.alone:
             return
-        if self.activations is not None and graph_task() == NO_GRAPH_TASK:
-            self.activations.turn()
         if unit.lent:
             if hooks_refused() is None:
-                self._saved.enter(unit)  # a backward may come when the values are gone
+                self.saved_tensors.enter(unit)  # a backward may come when the values are gone
             return
         if hooks_refused() is not None or (unit.rounded and not _casts_to(unit.rounded)):
             # What a transform of torch.func saves of weights must stay as it is, and where no
@@ -404,7 +398,7 @@ class Zero3Engine(Access):
                 " trainer.strategy.gathered(module):`, which all ranks enter."
             )
         unit.use()
-        self._saved.enter(unit)
+        self.saved_tensors.enter(unit)
         # in a step that not all ranks run, only some would learn
         if graph_task() == NO_GRAPH_TASK and not self.joint.running:
             following = self._forward.enter(unit.index)
@@ -413,7 +407,7 @@ class Zero3Engine(Access):
 
     def _leave_forward(self, unit: Unit, module: nn.Module, args: Any, outputs: Any) -> None:
         if unit.lent:
-            self._saved.leave(unit)
+            self.saved_tensors.leave(unit)
             return
         if unit.spread is not None or not unit.pins:
             unit.spread = None
@@ -422,7 +416,7 @@ class Zero3Engine(Access):
             self.inspect(unit, outputs)
         if self.collectives.alone:
             return  # units are reduced as their gradients need the memory of others
-        self._saved.leave(unit)
+        self.saved_tensors.leave(unit)
         differentiated = graph_task() != NO_GRAPH_TASK
         if transform() is None and (differentiated or torch.is_grad_enabled()):
             # Outputs that need no gradient here (the input, returned; detached ones) may need one

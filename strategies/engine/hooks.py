@@ -34,9 +34,9 @@ def install(
     handles = []
     for module in unit.members:
         # First in, last out: the user's own hooks find ordinary parameters.
-        handles.append(module.register_forward_pre_hook(_ModuleHook(enter, unit), prepend=True))
+        handles.append(module.register_forward_pre_hook(ModuleHook(enter, unit), prepend=True))
         # Also when forward raises, or stops early in a checkpoint's recomputation.
-        handles.append(module.register_forward_hook(_ModuleHook(leave, unit), always_call=True))
+        handles.append(module.register_forward_hook(ModuleHook(leave, unit), always_call=True))
     return handles
 
 
@@ -63,13 +63,13 @@ def _on_grad(parameter: nn.Parameter, hook: Collector) -> RemovableHandle:
     return handle
 
 
-class _ModuleHook(partial):
+class ModuleHook(partial):
     """A function that stays behind when its module is copied or pickled: the copy is nobody's
     unit.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _ModuleHook, (_nothing,)
+        return ModuleHook, (_nothing,)
 
     @property
     def __name__(self) -> str:

@@ -12,7 +12,7 @@ from .unit import Unit
 
 def by_category(engine: Any, module: nn.Module) -> dict[str, int]:
     """Parameters, gradients, optimizer_state, unsharded_units, reduce_buffer and buffers; with
-    offload what is in host memory, apart, with the room for activations.
+    offload what is in host memory, apart.
 
     ``engine`` is a :class:`~.engine.Zero3Engine`.
     """
@@ -34,8 +34,7 @@ def by_category(engine: Any, module: nn.Module) -> dict[str, int]:
         "optimizer_state": on_device(kept),
         "host": sum(tensor.nbytes for tensor in everything)
         - on_device(everything)
-        + (0 if engine.host is None else 2 * engine.host.room)
-        + (0 if engine.activations is None else engine.activations.memory.nbytes),
+        + (0 if engine.host is None else 2 * engine.host.room),
         "buffers": sum(
             t.nbytes
             for b in module.buffers()

@@ -5,15 +5,13 @@ another unit's until backward reads them.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .activations import Activations, SavedActivation
 from .chunk import Entry
 from .sharded import ResidencyError, ShardedParameter, read
 from .unit import Arena, Phase, Unit
@@ -44,20 +42,10 @@ class SavedParameter(NamedTuple):
 class SavedTensors:
     """The hooks of one engine."""
 
-    def __init__(self, arena: Arena, activations: Activations | None) -> None:
-        self._in_use, self._activations = arena.in_use, activations
-        pack = self._pack if activations is None else self._pack_to_move
-        self._hooks = saved_tensors_hooks(pack, self._unpack)
+    def __init__(self, arena: Arena) -> None:
+        self._in_use = arena.in_use
+        self._hooks = saved_tensors_hooks(self.pack, self.unpack)
         self._open: list[tuple[Unit, saved_tensors_hooks | None]] = []
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Around a step: what it saves outside of units (inputs of checkpoints) moves, too."""
-        if self._activations is None:
-            yield
-        else:
-            with self._hooks, self._activations.step():
-                yield
 
     def enter(self, unit: Unit) -> None:
         """``unit`` begins a forward."""
@@ -93,19 +81,20 @@ class SavedTensors:
         pack_below, unpack_below = below
 
         def pack(tensor: Tensor) -> Any:
-            packed = self._pack(tensor)
+            packed = self.pack(tensor)
             if type(packed) in (SavedWeight, SavedParameter):
                 return packed
             return (pack_below(tensor),)
 
         def unpack(saved: Any) -> Tensor:
-            return unpack_below(saved[0]) if type(saved) is tuple else self._unpack(saved)
+            return unpack_below(saved[0]) if type(saved) is tuple else self.unpack(saved)
 
         return pack, unpack
 
     # Autograd calls these two for each tensor that it saves, so for one they call little in Python.
 
-    def _pack(self, tensor: Tensor) -> SavedWeight | SavedParameter | tuple[Tensor, int] | Tensor:
+    def pack(self, tensor: Tensor) -> SavedWeight | SavedParameter | tuple[Tensor, int] | Tensor:
+        """What is saved of ``tensor``: itself, detached, with its version, if it is no weight."""
         if type(tensor) is ShardedParameter:
             return SavedParameter(tensor)
         with torch._C.DisableTorchFunction():  # no class and no mode of a user's is asked
@@ -131,31 +120,19 @@ class SavedTensors:
             except RuntimeError:  # functorch's, an inference tensor
                 return tensor
 
-    def _pack_to_move(self, tensor: Tensor) -> Any:
-        packed: Any = self._pack(tensor)
-        if self._activations is None or type(packed) is not tuple:
-            return packed
-        with torch._C.DisableTorchFunction():
-            try:
-                return self._activations.take(packed[0]) or packed
-            except RuntimeError:  # a nested tensor, or another without one plain storage
-                return packed
-
-    def _unpack(self, saved: Any) -> Tensor:
+    def unpack(self, saved: Any) -> Tensor:
+        """The tensor, or an error if it was written to since."""
         kind = type(saved)
-        if kind is tuple or kind is SavedActivation:
-            held, version, *_ = saved
+        if kind is tuple:
+            held, version = saved
             if held._version != version:
-                dtype, shape = (held.dtype, held.shape) if kind is tuple else saved[3:5]
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an"
-                    f" inplace operation: [{dtype}, shape {tuple(shape)}] is at version"
+                    f" inplace operation: [{held.dtype}, shape {tuple(held.shape)}] is at version"
                     f" {held._version}; expected version {version} instead. Find it with"
                     " torch.autograd.set_detect_anomaly(True)."
                 )
-            if kind is tuple or self._activations is None:
-                return held
-            return self._activations.bring(saved)
+            return held
         if kind is SavedParameter:
             with torch.no_grad():
                 return read([saved.parameter])[0]

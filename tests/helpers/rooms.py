@@ -44,7 +44,13 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=33_521,
+        tokens=31_960,
+    ),
+    Room(
+        "strategies/activations",
+        "what layers save, in host memory",
+        "strategies/engine",
+        tokens=1_543,
     ),
     Room(
         "strategies/state_dicts",
@@ -118,11 +124,12 @@ ROOMS = [
     Room(
         "strategies/zero3",
         "the strategy: Trainer hooks, a few calls each",
-        "strategies/collectives strategies/engine strategies/state_dicts strategies/optimizers"
-        " strategies/launch strategies/data strategies/checkpoints strategies/numerics"
-        " strategies/liveness strategies/evaluation strategies/adapters strategies/plan",
+        "strategies/collectives strategies/engine strategies/activations strategies/state_dicts"
+        " strategies/optimizers strategies/launch strategies/data strategies/checkpoints"
+        " strategies/numerics strategies/liveness strategies/evaluation strategies/adapters"
+        " strategies/plan",
         _LIGHTNING,
-        tokens=3_275,
+        tokens=3_332,
     ),
     Room(
         "strategies",

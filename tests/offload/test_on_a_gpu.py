@@ -12,8 +12,9 @@ from torch import nn
 
 from helpers.ranks import run_ranks
 from helpers.tracking import needs_cuda
+from lightning_zero3.strategies import activations
 from lightning_zero3.strategies.collectives import LocalCollectives
-from lightning_zero3.strategies.engine import Offload, Zero3Engine, activations
+from lightning_zero3.strategies.engine import Offload, Zero3Engine
 from lightning_zero3.strategies.optimizers.param_groups import ParamGroups
 from offload.test_activations import HOW, train
 
@@ -94,7 +95,7 @@ def peaks(rank, world_size):
         "none": {},
         "optimizer": {"offload": Offload("optimizer")},
         "parameters": {"offload": Offload("parameters")},
-        "activations": {"activations": 0},
+        "activations": {},
     }.items():
         model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(24)))
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -107,6 +108,8 @@ def peaks(rank, world_size):
             unit_policy=list,
             **options,
         )
+        if name == "activations":
+            activations.Activations(0, engine)
         ParamGroups([optimizer], lambda engine=engine: engine, device).start(engine)
         batch = torch.randn(8192, 1024, device=device)
         for _ in range(3):

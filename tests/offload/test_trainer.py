@@ -24,7 +24,7 @@ from helpers.parity import trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep
-from lightning_zero3.strategies.engine import activations
+from lightning_zero3.strategies import activations
 
 
 class Lit(pl.LightningModule):

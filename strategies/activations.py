@@ -9,11 +9,14 @@ Autograd keeps whole storages alive, by views of them, and these are what moves:
 many views of it are saved. What is saved between the forwards of two units is a group: it leaves
 when the next unit begins, and is freed when the one after that does; it comes back when backward
 first needs something of the group after it. What is saved last stays.
+
+To the engine this is a pair of saved-tensor hooks around a step, which are below those of units as
+a checkpoint's would be: weights are saved as places in their unit's buffer, and never move.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -21,14 +24,16 @@ from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .isolation import apart
-from .layout import REGION_BYTES, round_up
-from .offload import HostMemory, parse_size
-from .sharded import NO_GRAPH_TASK, graph_task
-from .streams import Stream
-from .unit import is_in_buffer
+from .engine import Zero3Engine, is_in_buffer
+from .engine.hooks import ModuleHook
+from .engine.isolation import apart
+from .engine.layout import REGION_BYTES, round_up
+from .engine.offload import HostMemory, parse_size
+from .engine.sharded import NO_GRAPH_TASK, graph_task
+from .engine.streams import Stream
 
 ActivationsKind = Literal["host"]
 SMALLEST = 1 << 16  # bytes of a storage that is worth a copy
@@ -65,31 +70,46 @@ class Stored:
 class SavedActivation(NamedTuple):
     """A tensor in a storage that may be away."""
 
-    witness: Tensor  # without memory; it shares the count of writes
-    version: int
+    # it without its memory, which shares the count of writes; and the count when it was saved
+    witness: tuple[Tensor, int]
     stored: Stored
-    dtype: torch.dtype
-    size: torch.Size
     stride: tuple[int, ...]
     offset: Any
 
 
 class Activations:
-    """Where a model's steps keep what they save.
+    """Where the steps of ``engine`` keep what they save, until it is closed; not with collectives
+    that are alone, where parameters are no views of buffers.
 
     Args:
         budget: bytes that may stay on the device, of what is saved last, beside two groups that are
             on their way.
-        stream: of the copies.
+        streams: makes that of the copies.
     """
 
-    def __init__(self, budget: int, device: torch.device, stream: Stream) -> None:
-        self._budget, self._device, self._stream = budget, device, stream
-        self.memory = HostMemory(0, device)
+    def __init__(
+        self,
+        budget: int,
+        engine: Zero3Engine,
+        streams: Callable[[torch.device], Stream] = Stream,
+    ) -> None:
+        self._budget, self._device, self._stream = budget, engine.device, streams(engine.device)
+        self._others = engine.saved_tensors  # whose hooks are for what does not move
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        engine.around_step = self.step
+        turn = torch.compiler.disable(self._turn)
+        engine.handles += [
+            # before the unit is waited for, whose weights may still be arriving
+            module.register_forward_pre_hook(ModuleHook(turn), prepend=True)
+            for unit in engine.units
+            for module in unit.members
+        ]
+        self.memory = HostMemory(0, self._device)
         self._needed = 0  # bytes of it that were asked for
         # by address and version of the storage
         self._known: WeakValueDictionary[tuple[int, int], Stored] = WeakValueDictionary()
-        self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        # one element of any dtype, in place of all that are elsewhere
+        self._nothing = torch.empty(16, dtype=torch.uint8, device=self._device)
         self._open: _Group | None = None  # what is saved now; None: it stays
         # a group that is copied, and what must live until that ends
         self._flight: tuple[_Group, list[tuple[Tensor, Tensor]]] | None = None
@@ -121,11 +141,22 @@ class Activations:
         self._saved = self._moved = 0
         self._open = _Group()
         try:
-            yield
+            with self._hooks:
+                yield
         finally:
             self._open = None
 
-    def take(self, held: Tensor) -> SavedActivation | None:
+    def _pack(self, tensor: Tensor) -> Any:
+        packed: Any = self._others.pack(tensor)
+        if type(packed) is tuple:
+            with torch._C.DisableTorchFunction():
+                try:
+                    return self._take(*packed) or packed
+                except RuntimeError:  # a nested tensor, or another without one plain storage
+                    pass
+        return packed
+
+    def _take(self, held: Tensor, version: int) -> SavedActivation | None:
         """``held``, detached, is saved; None if it does not move."""
         group = self._open
         if group is None or graph_task() != NO_GRAPH_TASK or held.device != self._device:
@@ -135,21 +166,20 @@ class Activations:
         storage = held.untyped_storage()
         if storage.nbytes() < SMALLEST or held.is_conj() or held.is_neg():
             return None
-        key = storage._cdata, held._version
+        key = storage._cdata, version
         if (stored := self._known.get(key)) is None:
             stored = Stored(held, group, StorageWeakRef(storage), self._nothing)
             self._known[key] = stored
             group.members.add(stored)
             self._saved += storage.nbytes()
         witness = held.detach()
-        witness.data = self._nothing
-        place = held.size(), held.stride(), held.storage_offset()
-        return SavedActivation(witness, held._version, stored, held.dtype, *place)
+        witness.data = self._nothing.view(held.dtype)[0].expand(held.shape)
+        return SavedActivation((witness, version), stored, held.stride(), held.storage_offset())
 
-    def turn(self) -> None:
+    def _turn(self, *_: Any) -> None:
         """A unit's forward begins: what was saved since another's has leaves."""
         group = self._open
-        if group is None or not group.members:
+        if group is None or not group.members or graph_task() != NO_GRAPH_TASK:
             return
         self._land(drop=True)
         self._open = _Group(group)
@@ -159,14 +189,17 @@ class Activations:
         pairs = []
         with apart():
             for stored in group.members:
-                source = self._nothing.clone().set_(stored.here.untyped_storage())
+                source = torch.empty(0, dtype=torch.uint8, device=self._device)
+                source.set_(stored.here.untyped_storage())
                 stored.host = self._room(source.nbytes)
                 pairs.append((stored.host, source))
                 self._moved += source.nbytes
             self._copy(group, pairs)
 
-    def bring(self, saved: SavedActivation) -> Tensor:
-        """The tensor, as it was saved; in a backward."""
+    def _unpack(self, saved: Any) -> Tensor:
+        if type(saved) is not SavedActivation:
+            return self._others.unpack(saved)
+        witness = self._others.unpack(saved.witness)
         group = saved.stored.group
         self._load(group)
         if self._flight is not None and self._flight[0] is group:
@@ -174,8 +207,8 @@ class Activations:
         if group.before is not None:
             self._load(group.before)
         storage = saved.stored.here.untyped_storage()
-        empty = torch.empty(0, dtype=saved.dtype, device=self._device)
-        return empty.set_(storage, saved.offset, saved.size, saved.stride)
+        empty = torch.empty(0, dtype=witness.dtype, device=self._device)
+        return empty.set_(storage, saved.offset, witness.shape, saved.stride)
 
     def _load(self, group: _Group) -> None:
         if group.is_away:
