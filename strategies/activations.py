@@ -10,8 +10,9 @@ many views of it are saved. What is saved between the forwards of two units is a
 when the next unit begins, and is freed when the one after that does; it comes back when backward
 first needs something of the group after it. What is saved last stays.
 
-To the engine this is a pair of saved-tensor hooks around a step, which are below those of units as
-a checkpoint's would be: weights are saved as places in their unit's buffer, and never move.
+To the engine this is a pair of saved-tensor hooks in the place of its own, around whole steps, too:
+what is saved outside of units (inputs of checkpoints) moves as well. Weights are left to the
+engine's, which save them as places in their unit's buffer.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Activations:
         self._budget, self._device, self._stream = budget, engine.device, streams(engine.device)
         self._others = engine.saved_tensors  # whose hooks are for what does not move
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
-        engine.around_step = self.step
+        engine.saved_tensors.hooks, engine.around_step = self._hooks, self.step
         turn = torch.compiler.disable(self._turn)
         engine.handles += [
             # before the unit is waited for, whose weights may still be arriving

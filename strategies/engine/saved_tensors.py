@@ -40,19 +40,24 @@ class SavedParameter(NamedTuple):
 
 
 class SavedTensors:
-    """The hooks of one engine."""
+    """The hooks of one engine.
+
+    Attributes:
+        hooks: those that a unit's forward enters; others may take their place, which leave to
+            :meth:`pack` and :meth:`unpack` what they do not want.
+    """
 
     def __init__(self, arena: Arena) -> None:
         self._in_use = arena.in_use
-        self._hooks = saved_tensors_hooks(self.pack, self.unpack)
+        self.hooks = saved_tensors_hooks(self.pack, self.unpack)
         self._open: list[tuple[Unit, saved_tensors_hooks | None]] = []
 
     def enter(self, unit: Unit) -> None:
         """``unit`` begins a forward."""
         hooks, top = None, _top(True)
         if top is None:
-            hooks = self._hooks
-        elif getattr(top[1], "__self__", None) is not self:
+            hooks = self.hooks
+        elif top[1] is not self.hooks.unpack_hook:
             hooks = saved_tensors_hooks(*self._over(top))
         if hooks is not None:
             hooks.__enter__()

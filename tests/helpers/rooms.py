@@ -44,13 +44,13 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=31_960,
+        tokens=31_957,
     ),
     Room(
         "strategies/activations",
         "what layers save, in host memory",
         "strategies/engine",
-        tokens=1_543,
+        tokens=1_553,
     ),
     Room(
         "strategies/state_dicts",
