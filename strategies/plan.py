@@ -104,7 +104,7 @@ def show_plan(
 
     Args:
         trainer: is about to train, on one process.
-        options: of the engine.
+        options: of the engine, and `activations`.
         shard_size: that many ranks share a copy of the model; None: all.
         gradients_stay: whether gradients are there in the next forward.
 
@@ -244,7 +244,7 @@ def count_state(
         module: stays as it is.
         optimizers: stay as they are; copies of them step on tensors without memory. One that asks
             for values there (Adafactor) is left out.
-        options: of the engine.
+        options: of the engine, and `activations`.
         world_size: number of ranks that share a copy of the model.
         on_gpu: reductions overlap the backward there.
 

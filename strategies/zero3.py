@@ -209,7 +209,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self._checkpoints = _as_options("checkpoint", checkpoint, CheckpointOptions)
         self._debug, self._offload = debug, parse_offload(offload)
         self._activations = parse_activations(activations)
-        self._moved: Activations | None = None
+        self._moved: Activations | None = None  # of the engine that is there
         self._stop_on_nonfinite = stop_on_nonfinite
         self._finite_check: FiniteCheck | None = None
         self._second_run: SecondRun | None = None  # None if a micro-batch cannot be run again
