@@ -43,11 +43,11 @@ from .engine import (
     gathered,
     parse_offload,
 )
-from .engine.memory_ledger import by_category, by_unit
 from .evaluation.strategy import EvaluationStrategy
 from .evaluation.torchmetrics import prepare_metrics
 from .launch.process_strategy import StartMethod
 from .liveness.watchdog import WatchOptions
+from .memory_ledger import by_category, by_unit
 from .numerics.nonfinite import FiniteCheck
 from .numerics.precision import (
     WireDtype,

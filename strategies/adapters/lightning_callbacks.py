@@ -178,7 +178,9 @@ class _Pruning(ModelPruning):
                 mask.copy_(engine.collectives.broadcast(mask.contiguous()))
 
     @override
-    def _copy_param(self, new: nn.Module, old: nn.Module, name: str) -> None:
+    def _copy_param(  # type: ignore[override]  # a static method of Lightning's
+        self, new: nn.Module, old: nn.Module, name: str
+    ) -> None:
         # What `old` has this rank initialized, before the run or now: rank 0's counts.
         source = getattr(old, name)
         source.data = self._strategy.broadcast(source.data)

@@ -44,7 +44,7 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=31_969,
+        tokens=31_528,
     ),
     Room(
         "strategies/activations",
@@ -112,7 +112,13 @@ ROOMS = [
         "Lightning's callbacks on shards",
         "strategies/collectives strategies/engine",
         _LIGHTNING,
-        tokens=3_062,
+        tokens=3_082,
+    ),
+    Room(
+        "strategies/memory_ledger",
+        "bytes of model state on this rank",
+        "strategies/engine",
+        tokens=443,
     ),
     Room(
         "strategies/plan",
@@ -127,9 +133,9 @@ ROOMS = [
         "strategies/collectives strategies/engine strategies/activations strategies/state_dicts"
         " strategies/optimizers strategies/launch strategies/data strategies/checkpoints"
         " strategies/numerics strategies/liveness strategies/evaluation strategies/adapters"
-        " strategies/plan",
+        " strategies/memory_ledger strategies/plan",
         _LIGHTNING,
-        tokens=3_332,
+        tokens=3_330,
     ),
     Room(
         "strategies",

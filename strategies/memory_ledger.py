@@ -7,14 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .unit import Unit
+from .engine import Unit, Zero3Engine
 
 
-def by_category(engine: Any, module: nn.Module) -> dict[str, int]:
+def by_category(engine: Zero3Engine, module: nn.Module) -> dict[str, int]:
     """Parameters, gradients, optimizer_state, unsharded_units, reduce_buffer and buffers; with
     offload what is in host memory, apart.
-
-    ``engine`` is a :class:`~.engine.Zero3Engine`.
     """
     values = [tensor for chunk in engine.chunks for tensor in chunk.shards()]
     gradients = [chunk.gradients for chunk in engine.chunks if chunk.gradients is not None]
@@ -43,7 +41,7 @@ def by_category(engine: Any, module: nn.Module) -> dict[str, int]:
     }
 
 
-def by_unit(engine: Any) -> dict[str, int]:
+def by_unit(engine: Zero3Engine) -> dict[str, int]:
     """This rank's shards of parameters, gradients and optimizer state.
 
     State of optimizers that look at whole tensors is missing: it belongs to parameters that this
