@@ -44,7 +44,7 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=31_969,
+        tokens=31_502,
     ),
     Room(
         "strategies/activations",
