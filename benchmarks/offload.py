@@ -212,25 +212,19 @@ def measure(options):
 # ------------------------------------------------------------------------------------- simulation
 
 
-def core_rates(numel=1 << 23):
-    """What a core of this host does in a second of its time: parameters of a fused AdamW, bytes of
-    a norm.
-    """
+def core_rate(numel=1 << 23):
+    """Parameters that a core of this host steps on in a second of its time, by a fused AdamW."""
     torch.set_num_threads(1)
     p = nn.Parameter(torch.randn(numel))
     p.grad = torch.randn(numel)
     optimizer = torch.optim.AdamW([p], fused=True)
 
-    def best(work):
-        times = []
-        for _ in range(20):
-            start = time.thread_time()  # what other programs take does not count
-            work()
-            times.append(time.thread_time() - start)
-        return min(times)
-
-    runs = p.grad.split(1 << 16)
-    return numel / best(optimizer.step), 4 * numel / best(lambda: torch._foreach_norm(runs))
+    times = []
+    for _ in range(20):
+        start = time.thread_time()  # what other programs take does not count
+        optimizer.step()
+        times.append(time.thread_time() - start)
+    return numel / min(times)
 
 
 def simulate(size, tokens, kind, rates):
@@ -249,9 +243,8 @@ def simulate(size, tokens, kind, rates):
     hosted, moves = kind != "none", kind in ("parameters", "parameters, activations")
     stored = 2 * each * width / rates["pcie"] if kind.endswith("activations") else 0.0
     step_of = [n / rates["step"] if hosted else 0.0 for n in units]
-    now = up = down = worker = (
-        0.0  # ends of: computing, copies to the device, to the host, its work
-    )
+    # ends of: computing, copies to the device, to the host, reductions, the host's work
+    now = up = down = reduced = worker = 0.0
 
     def load(unit, after, first=False):
         nonlocal up
@@ -259,6 +252,14 @@ def simulate(size, tokens, kind, rates):
             up = max(up, after) + 2 * units[unit] / rates["pcie"]
             return up
         return after
+
+    def reduce(unit, micro):
+        nonlocal up, down, reduced
+        if hosted:
+            seconds, reduced = 4 * units[unit] / rates["pcie"], max(reduced, now)
+            if micro > 0:  # earlier sums come to the device, to be added to
+                up = reduced = max(up, reduced) + seconds
+            down = reduced = max(down, reduced) + seconds
 
     begins = []
     for _ in range(4):  # the last is steady
@@ -275,15 +276,13 @@ def simulate(size, tokens, kind, rates):
                 down = max(down, now) + stored
             for unit, seconds in reversed(list(enumerate(backward))):
                 up += stored
-                now = max(now, load(unit, now - seconds), up if stored else 0.0) + seconds
-                if hosted:
-                    down = max(down, now) + 4 * units[unit] / rates["pcie"]
-        if (
-            hosted and number == 1
-        ):  # the norm was computed on the device; as in most steps nothing is clipped
+                ready = max(load(unit, now - seconds), up if stored else 0.0)
+                if unit <= blocks:
+                    reduce(unit + 1, micro)
+                now = max(now, ready) + seconds
+            reduce(0, micro)
+        if hosted:  # the norm was computed on the device; as in most steps nothing is clipped
             now = worker = max(now, down)
-        elif hosted:
-            now = worker = max(now, down) + 4 * sum(units) / rates["read"]
         else:
             now += 28 * sum(units) / rates["device"]
     largest, total = max(units), sum(units)
@@ -296,16 +295,15 @@ def simulate(size, tokens, kind, rates):
 
 def simulation(options):
     """The lines of the table."""
-    step, read = core_rates()
+    step = core_rate()
     rates = {
         "step": min(options.cores * step, options.dram * 1e9 / 28),  # bytes of a parameter's step
-        "read": min(options.cores * read, options.dram * 1e9),
         "flops": options.tflops * 1e12,
         "pcie": options.pcie * 1e9,
         "device": options.device * 1e9,
     }
     yield (
-        f"Measured here, a core: fused AdamW {step / 1e9:.2f} Gparam/s, norm {read / 1e9:.1f} GB/s."
+        f"Measured here, a core: fused AdamW {step / 1e9:.2f} Gparam/s."
         f" Assumed: {options.cores} cores for the worker, their memory {options.dram:g} GB/s,"
         f" {options.tflops:g} TFLOP/s, PCIe {options.pcie:g} GB/s, the device's memory"
         f" {options.device:g} GB/s."

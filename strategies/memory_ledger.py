@@ -30,9 +30,7 @@ def by_category(engine: Zero3Engine, module: nn.Module) -> dict[str, int]:
         "unsharded_units": engine.arena.memory.nbytes,
         "reduce_buffer": engine.reducer.buffer.nbytes,
         "optimizer_state": on_device(kept),
-        "host": sum(tensor.nbytes for tensor in everything)
-        - on_device(everything)
-        + (0 if engine.host is None else 2 * engine.host.room),
+        "host": sum(tensor.nbytes for tensor in everything) - on_device(everything),
         "buffers": sum(
             t.nbytes
             for b in module.buffers()

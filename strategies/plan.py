@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .engine import HostChunk, Unit, find_units, parse_offload
 from .engine.build import build_units, trained_parameters
-from .engine.offload import Host, parse_size
+from .engine.offload import parse_size
 from .engine.reduction import reduce_layout
 from .engine.unit import arena_layout
 from .liveness.heartbeats import first_line
@@ -270,8 +270,6 @@ def count_state(
         else:
             found["parameters"] += nbytes
             found["gradients"] += nbytes * chunk.trained
-    hosted = [c for unit in units for c in unit.chunks if isinstance(c, HostChunk)]
-    found["host"] += 2 * Host.room_bytes(hosted)
     is_alone = _is_alone(options, world_size)
     trained = [unit for unit in units if unit.trained]
     once = options["reduce_once"] and not is_alone

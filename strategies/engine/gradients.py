@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -162,7 +163,8 @@ class Gradients:
             ResidencyError: as :meth:`full`.
         """
         by_chunk: dict[Chunk, list[Entry]] = defaultdict(list)
-        for entry in filter(self.present, entries):
+        # a chunk's known norms have its order, whatever that of the groups is: sums must be alike
+        for entry in sorted(filter(self.present, entries), key=attrgetter("number")):
             self._require_readable(entry)
             by_chunk[entry.chunk].append(entry)
         found: dict[Chunk, Tensor] = {}

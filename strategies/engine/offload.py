@@ -4,11 +4,11 @@
 
     unshard stream   H2D(u0) gather(u0)  H2D(u1) gather(u1)          what is sent, of the values
     reduce stream                 scatter(u1) D2H(u1)  scatter(u0) D2H(u0)     the gradients
-    host worker                              add(u1)          add(u0)  step(u0) step(u1) ...
+    host worker                                                   step(u0) step(u1) ...
 
-The host adds up gradients and steps, unit by unit in the order of their definition, a forward's
-mostly, while the device goes on; whoever looks at values, gradients or optimizer state waits for
-what it looks at.
+Sums of a later micro-batch are added on the device, which the earlier ones come to for that. The
+host steps, unit by unit in the order of their definition, a forward's mostly, while the device goes
+on; whoever looks at values, gradients or optimizer state waits for what it looks at.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ import mmap
 import os
 import re
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -123,27 +121,9 @@ def start_worker(device: torch.device) -> Executor:
     return worker
 
 
-class Slab:
-    """Memory [bytes] that is given away in pieces, all of which come back at once."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self._memory, self.nbytes, self._taken = memory, memory.numel(), 0
-
-    def rewind(self) -> None:
-        """Nothing of it is in use."""
-        self._taken = 0
-
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel] of it."""
-        start = self._taken
-        stop = start + numel * dtype.itemsize
-        self._taken = round_up(stop, REGION_BYTES)
-        return self._memory[start:stop].view(dtype)
-
-
-class HostMemory(Slab):
+class HostMemory:
     """Memory of the host, registered with CUDA in one piece: pages that are copied from and to
-    without the host's help.
+    without the host's help. It is given away in pieces, all of which come back at once.
 
     `pin_memory` would round each tensor up to a power of two.
 
@@ -162,7 +142,8 @@ class HostMemory(Slab):
                 f"The host has no {size} of memory for offload ({error.strerror}).\nOffload less (a"
                 " size of what stays on the device), or run fewer ranks on a host."
             ) from error
-        super().__init__(torch.frombuffer(pages, dtype=torch.uint8)[:nbytes])
+        self._memory = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
+        self.nbytes, self._taken = nbytes, 0
         if device.type == "cuda" and nbytes:
             runtime, start = torch.cuda.cudart(), self._memory.data_ptr()
             code = int(runtime.cudaHostRegister(start, nbytes, 0))
@@ -172,6 +153,17 @@ class HostMemory(Slab):
                     " the limit of locked memory (`ulimit -l`), or offload less."
                 )
             weakref.finalize(self._memory, runtime.cudaHostUnregister, start)
+
+    def rewind(self) -> None:
+        """Nothing of it is in use."""
+        self._taken = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel] of it."""
+        start = self._taken
+        stop = start + numel * dtype.itemsize
+        self._taken = round_up(stop, REGION_BYTES)
+        return self._memory[start:stop].view(dtype)
 
 
 class Host:
@@ -190,20 +182,9 @@ class Host:
         for chunk in chunks:
             chunk.host = self
         sizes = [nbytes for chunk in chunks for nbytes in chunk.sizes()]
-        self.room = room = self.room_bytes(chunks)
-        self.nbytes = sum(round_up(size, REGION_BYTES) for size in sizes) + 2 * room
+        self.nbytes = sum(round_up(size, REGION_BYTES) for size in sizes)
         # whoever touches memory first has it at its NUMA node
         self.memory = worker.submit(partial(HostMemory, self.nbytes, device)).result()
-        self._rooms = cycle([Room(self.memory.take(room, torch.uint8)) for _ in range(2)])
-
-    @staticmethod
-    def room_bytes(chunks: Sequence[HostChunk]) -> int:
-        """Bytes of the sums of the unit that has most of them; two are on their way at a time."""
-        by_unit: Counter[int] = Counter()
-        for chunk in filter(lambda chunk: chunk.trained, chunks):
-            nbytes = chunk.layout.shard_numel * max(4, chunk.master_dtype.itemsize)
-            by_unit[chunk.entries[0].unit] += round_up(nbytes, REGION_BYTES)
-        return max(by_unit.values(), default=0)
 
     def describe(self, chunks: Sequence[Chunk]) -> str:
         """One line that says what of all ``chunks`` lies where."""
@@ -221,41 +202,23 @@ class Host:
             " its parameters."
         )
 
-    def next_room(self) -> Room:
-        """Memory for the sums of a unit on their way."""
-        room = next(self._rooms)
-        for pending in room.tickets:
-            pending.result()  # hazard: sums that arrive where others have not been added yet
-        room.tickets.clear()
-        room.rewind()
-        return room
-
-
-class Room(Slab):
-    """Where sums of a unit's micro-batch arrive that are added to those of earlier ones."""
-
-    def __init__(self, memory: Tensor) -> None:
-        super().__init__(memory)
-        self.tickets: list[Future[None]] = []  # what the worker has to do with it
-
 
 class HostChunk(Chunk):
     """A chunk that lives in host memory.
 
-    Reading :attr:`values` and :attr:`gradients` waits for the worker, and for copies from them.
+    Reading :attr:`values` and :attr:`gradients` waits for the worker, and for copies from and to
+    them.
     """
 
     host: Host
     streams: tuple[Stream, Stream]  # of unshards, and of reductions
+    stored: Any = None  # the end of the last copy to its gradients
     _ticket: Future[None] | None = None  # what the worker has to do
-    _read: Any = None  # the end of the last copy from its memory
+    _read: Any = None  # the end of the last copy from its values
     _rounded: Tensor | None = None  # [shard] the values in the dtype that is sent, if another
     _sent: Tensor | None = None  # [shard] on the device, with "optimizer"
     _is_rounded = False  # `_rounded` is of the values as they are
     _is_sent = False  # so is `_sent`
-    # of the sums on their way: where they go, what makes them a mean, and whose memory it is (None:
-    # the gradients')
-    _arrival: tuple[Tensor, float, Room | None]
 
     def sizes(self) -> list[int]:
         """Bytes of each tensor that it has in host memory."""
@@ -316,33 +279,13 @@ class HostChunk(Chunk):
     @property
     def gradients(self) -> Tensor | None:  # type: ignore[override]
         """[shard], reduced; they keep their memory."""
-        self.settle()
-        return self._gradients if self.trained else None
+        return self.room_for_gradients() if self.trained else None
 
     def room_for_gradients(self) -> Tensor:
         """See :meth:`Chunk.room_for_gradients`."""
         self.settle()
+        self.streams[1].wait(self.stored)  # hazard: sums that still arrive, or are being read
         return self._gradients
-
-    def _run(self, work: Callable[[], None]) -> Future[None]:
-        before = self._ticket
-
-        def named() -> None:
-            if before is not None:
-                before.result()  # has failed, perhaps
-            try:
-                with torch.no_grad():
-                    work()
-            except Exception as error:
-                entry = self.entries[0]
-                raise RuntimeError(
-                    f"Offload: the host's work on parameter {entry.name!r} (unit"
-                    f" {entry.unit.name}) and its neighbours failed"
-                    f" ({type(error).__name__}: {error})."
-                ) from error
-
-        self._ticket = self.host.worker.submit(named)
-        return self._ticket
 
     # ------------------------------------------------------------------------------------- unshard
 
@@ -377,54 +320,46 @@ class HostChunk(Chunk):
 
     # -------------------------------------------------------------------------------------- reduce
 
-    def begin_arrival(self, dtype: torch.dtype, scale: float, room: Room | None) -> Tensor:
-        """Sums in ``dtype`` will come, which ``scale`` makes a mean; on the host. ``room`` is the
-        unit's, if there are any in it.
-
-        Returns where they are copied to.
+    def load_gradients(self, scratch: Tensor) -> Tensor:
+        """In the stream of reductions: [shard] of ``scratch`` [bytes], which is the device's, with
+        the gradients so far if there are any.
         """
-        # The worker steps no more with the gradients: `Gradients.begin_backward` has waited for
-        # that.
-        if not self.has_sums or room is None:
-            room, target = None, self._gradients
-        else:
-            target = room.take(self.layout.shard_numel, dtype)
-        self.has_sums, self._arrival = True, (target, scale, room)
+        target = scratch.view(self.master_dtype)[: self.layout.shard_numel]
+        if self.has_sums:
+            target.copy_(self._gradients, non_blocking=True)
         return target
 
-    def copy(self, total: Tensor) -> None:
-        """In the stream of reductions: send ``total``, scaled unless that is done as it is
-        added. Its norms are those of the gradients, if these are nothing else.
-        """
-        (target, scale, room), self.squared_norms = self._arrival, None
-        if room is None:
-            total.mul_(scale)
-            if total.dtype == self.master_dtype:
-                self.squared_norms = squared_norms([e.part_of(total) for e in self.entries])
-        target.copy_(total, non_blocking=True)
+    def store_gradients(self, gradients: Tensor) -> None:
+        """In the same stream: send what :meth:`load_gradients` returned, added to."""
+        self.squared_norms = squared_norms([entry.part_of(gradients) for entry in self.entries])
+        self._gradients.copy_(gradients, non_blocking=True)
 
-    def end_arrival(self, mark: Any) -> None:
-        """They are there at ``mark``."""
-        ticket = self._run(partial(self._add, mark, *self._arrival))
-        if (room := self._arrival[2]) is not None:
-            room.tickets.append(ticket)
-
-    def _add(self, mark: Any, target: Tensor, scale: float, room: Room | None) -> None:
-        self.streams[1].wait(mark)  # hazard: reading sums that are still arriving
-        if room is not None:
-            gradients = self._gradients
-            if gradients.dtype != target.dtype:
-                gradients.add_((target * scale).to(gradients.dtype))
-            else:
-                gradients.add_(target, alpha=scale)
+    # ---------------------------------------------------------------------------------------- step
 
     def step_with(self, work: Callable[[Tensor], None]) -> None:
         """Let the worker change the values by ``work``, which gets the gradients."""
         read, self._read = self._read, None
-        self._run(partial(self._step, work, read))
+        before = self._ticket
+
+        def step() -> None:
+            if before is not None:
+                before.result()  # has failed, perhaps
+            try:
+                with torch.no_grad():
+                    self._step(work, read)
+            except Exception as error:
+                entry = self.entries[0]
+                raise RuntimeError(
+                    f"Offload: the host's work on parameter {entry.name!r} (unit"
+                    f" {entry.unit.name}) and its neighbours failed"
+                    f" ({type(error).__name__}: {error})."
+                ) from error
+
+        self._ticket = self.host.worker.submit(step)
 
     def _step(self, work: Callable[[Tensor], None], read: Any) -> None:
-        if read is not None:
-            self.streams[0].wait(read)  # hazard: as in `_require_quiet`
+        self.streams[0].wait(read)  # hazard: as in `_require_quiet`
+        # nothing is stored before this step is over: `Gradients.begin_backward` waits for it
+        self.streams[1].wait(self.stored)  # hazard: stepping with sums that still arrive
         work(self._gradients)
         self._round()

@@ -42,10 +42,13 @@ def _nbytes(unit: Unit) -> int:
 def reduce_layout(trained: Sequence[Unit], once: bool, on_device: bool) -> ArenaLayout:
     """Where the gradients of the ``trained`` units lie in the reduce buffer.
 
-    On a device a unit's reduction overlaps the next unit's backward.
+    The last region is the scratch where gradients that live in host memory are added up, of one
+    chunk at a time. On a device a unit's reduction overlaps the next unit's backward.
     """
     sizes, apart = [_nbytes(u) for u in trained], [once or u.nested for u in trained]
-    return ArenaLayout.build(sizes, apart, ends=2 if on_device else 1)
+    hosted = [c for u in trained for c in u.chunks if c.trained and isinstance(c, HostChunk)]
+    scratch = max((c.layout.shard_numel * c.master_dtype.itemsize for c in hosted), default=0)
+    return ArenaLayout.build([*sizes, scratch], [*apart, True], ends=2 if on_device else 1)
 
 
 class _Range:
@@ -64,7 +67,7 @@ class _Range:
             self.views += chunk.views(part)
             self.gaps += [part[a:b] for a, b in chunk.layout.gaps()]
         self.pending: list[Work] = []  # in flight
-        self.hosted = [(c, part.dtype) for c, part in self.chunks if isinstance(c, HostChunk)]
+        self.hosted = [chunk for chunk, _ in self.chunks if isinstance(chunk, HostChunk)]
         self.dropped = False  # what is in flight is not wanted any more
         self.reduce_range = profile_range("reduce", unit.name)
         self.wait_range = profile_range("wait for sums", unit.name)
@@ -105,8 +108,11 @@ class Reducer:
         trained = [u for u in units if u.trained]
         layout = reduce_layout(trained, once, stream.on_device)
         self.buffer = collectives.allocate(layout.nbytes, device)
+        *regions, scratch = layout.regions
+        # one chunk after another has it: in the stream's work alone, which runs in order
+        self._scratch = self.buffer[scratch.start : scratch.stop]
         self._ranges = {
-            u.index: _Range(u, self.buffer, r) for u, r in zip(trained, layout.regions, strict=True)
+            u.index: _Range(u, self.buffer, r) for u, r in zip(trained, regions, strict=True)
         }
         self.views = [view for place in self._ranges.values() for view in place.views]
         self.written, self.claimed = bytearray(len(self.views)), bytearray(len(units))
@@ -143,15 +149,11 @@ class Reducer:
         for gap in place.gaps:
             gap.zero_()
         with place.reduce_range:
-            targets, room = [], None
-            if place.hosted and any(chunk.has_sums for chunk, _ in place.hosted):
-                room = place.hosted[0][0].host.next_room()
-            for chunk, dtype in place.hosted:
-                targets.append(chunk.begin_arrival(dtype, self._scale, room))
             if self._stream.on_device:
+                targets = [*map(HostChunk.room_for_gradients, place.hosted)]
                 self._mark = self._stream.run(partial(self._send_and_add, place), host=targets)
-                for chunk, _ in place.hosted:
-                    chunk.end_arrival(self._mark)
+                for chunk in place.hosted:
+                    chunk.stored = self._mark
             else:
                 self._send(place)
         self.claimed[unit.index], self._flying = 0, place
@@ -193,12 +195,10 @@ class Reducer:
             if dropped:
                 continue
             if isinstance(chunk, HostChunk):
-                chunk.copy(total)
-                if not self._stream.on_device:
-                    chunk.end_arrival(None)
-                continue
-            if (target := chunk.gradients) is None:
-                target = chunk.room_for_gradients()
+                target = chunk.load_gradients(self._scratch)
+            else:
+                gradients = chunk.gradients
+                target = chunk.room_for_gradients() if gradients is None else gradients
             first, chunk.has_sums = not chunk.has_sums, True
             if target.dtype != total.dtype:
                 total.mul_(scale)
@@ -210,6 +210,8 @@ class Reducer:
                 torch.mul(total, scale, out=target)
             else:
                 target.add_(total, alpha=scale)
+            if isinstance(chunk, HostChunk):
+                chunk.store_gradients(target)
 
     def abandon(self) -> None:
         """After an exception: forget gradients that were not sent, and those that are on their

@@ -44,7 +44,7 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=31_528,
+        tokens=31_079,
     ),
     Room(
         "strategies/activations",
@@ -118,14 +118,14 @@ ROOMS = [
         "strategies/memory_ledger",
         "bytes of model state on this rank",
         "strategies/engine",
-        tokens=443,
+        tokens=425,
     ),
     Room(
         "strategies/plan",
         "what a run will need, before it starts",
         "strategies/engine strategies/optimizers strategies/liveness",
         _LIGHTNING,
-        tokens=3_047,
+        tokens=3_010,
     ),
     Room(
         "strategies/zero3",

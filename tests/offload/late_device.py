@@ -39,10 +39,15 @@ class LateStream(Stream):
         self.hidden = []  # what has come to the host, which has not waited for it
 
     def run(self, work, device=(), host=()):
+        with _disable_current_modes():
+            before = [target.clone() for target in host]  # what the work finds there
         for target in (*device, *host):
             poison(target)
 
         def hide():
+            with _disable_current_modes():
+                for target, value in zip(host, before, strict=True):
+                    target.copy_(value)
             work()
             places = {target.data_ptr() for target in host}
             # what lay there is overwritten
@@ -55,6 +60,8 @@ class LateStream(Stream):
         return mark
 
     def wait(self, mark):
+        if mark is None:
+            return
         self.queue.run_until(mark)
         with _disable_current_modes():  # the device's doing: who counts copies does not see it
             for _, target, value in [each for each in self.hidden if each[0] <= mark]:

@@ -1,8 +1,7 @@
 """Bytes that offload takes on host and device, and that travel in a step, against formulas.
 
 Per rank, with Ψ trained parameters, N ranks, units of ψ, Adam, and 16-bit weights beside fp32
-masters. On the host 18Ψ/N: master values, gradients and two moments of 4 bytes, rounded values of 2;
-and room for sums on their way, of two units, 8ψ/N.
+masters. On the host 18Ψ/N: master values, gradients and two moments of 4 bytes, rounded values of 2.
 """
 
 import pytest
@@ -108,28 +107,29 @@ def counted():
 def test_bytes(counted):
     for found in counted:
         for kind in ("optimizer", "parameters"):
-            host = (18 * TRAINED + 8 * OF_A_UNIT) / RANKS
+            host = 18 * TRAINED / RANKS
             assert found[kind, 2]["host"] == pytest.approx(host, rel=NEAR)
-            # two unsharded units, and two of fp32 gradients
-            device = 2 * 2 * OF_A_UNIT + 2 * 4 * OF_A_UNIT
+            # two unsharded units, two of fp32 gradients, and where a unit's sums are added
+            device = 2 * 2 * OF_A_UNIT + 2 * 4 * OF_A_UNIT + 4 * OF_A_UNIT / RANKS
             device += 2 * TRAINED / RANKS if kind == "optimizer" else 0
             assert found[kind, 2]["device"] == pytest.approx(device, rel=NEAR)
 
 
 def test_transfers(counted):
-    """Of 16-bit values; of fp32 gradients, for each micro-batch."""
+    """Of 16-bit values; of fp32 gradients, for each micro-batch, and back for each later one."""
     for found in counted:
         for micro in (1, 2):
             sums = 4 * TRAINED / RANKS * micro
             assert found["optimizer", micro]["to host"] == pytest.approx(sums, rel=NEAR)
             assert found["parameters", micro]["to host"] == pytest.approx(sums, rel=NEAR)
-            once = 2 * TRAINED / RANKS
+            back = 4 * TRAINED / RANKS * (micro - 1)
+            once = 2 * TRAINED / RANKS + back
             assert found["optimizer", micro]["to device"] == pytest.approx(once, rel=NEAR)
             # a forward, in which frozen units come, too, and a backward, which does not reach them;
             # at each turn between the two, and between micro-batches, two units are there
             frozen = 2 if micro == 1 else 0
             passes = micro * (2 * UNITS + frozen) - 2 * (2 * micro - 1)
-            each = passes * 2 * OF_A_UNIT / RANKS
+            each = passes * 2 * OF_A_UNIT / RANKS + back
             assert found["parameters", micro]["to device"] == pytest.approx(each, rel=NEAR)
 
 
