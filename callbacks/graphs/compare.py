@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ...strategies.support import capture_random_states, restore_random_states
@@ -103,10 +103,10 @@ def _text(value: Any) -> str:
 
 
 class States:
-    """Copies of what a program changes in place: buffers, random states, gradients of `zero3`.
+    """Copies of what a program changes in place: tensors, random states, gradients of `zero3`.
 
     Args:
-        module: the module with the buffers.
+        tensors: the tensors, by name.
         engine: the engine to whose gradients the program adds, of which this rank's parts are
             copied.
 
@@ -114,23 +114,22 @@ class States:
         values: the copies, by a name for messages.
     """
 
-    def __init__(self, module: nn.Module, engine: Any) -> None:
-        self._gradients = engine and engine.gradients
+    def __init__(self, tensors: dict[str, Tensor], engine: Any) -> None:
+        self._tensors, self._gradients = tensors, engine and engine.gradients
         self._random = capture_random_states()
         entries = self._gradients.trained if engine else []
-        self._buffers = {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
         self._entries = {f"the gradient of {entry.name}": entry for entry in entries}
         parts = {name: self._gradients.part(entry) for name, entry in self._entries.items()}
-        found = self._buffers | {name: part for name, part in parts.items() if part is not None}
+        found = tensors | {name: part for name, part in parts.items() if part is not None}
         self.values = {name: copy_of(tensor) for name, tensor in found.items()}
         self.values |= values_in(self._random, "the random state")
 
     def restore(self) -> None:
         """Write the values back."""
-        for name, buffer in self._buffers.items():
-            # hazard: autograd may have saved the buffer; `data` has no part in its version.
-            if not same(buffer.detach(), self.values[name]):
-                buffer.data.copy_(self.values[name])
+        for name, tensor in self._tensors.items():
+            # hazard: autograd may have saved the tensor; `data` has no part in its version.
+            if not same(tensor.detach(), self.values[name]):
+                tensor.data.copy_(self.values[name])
         restore_random_states(self._random)
         for name, entry in self._entries.items():
             if name in self.values:

@@ -45,15 +45,22 @@ def state_of(value: Any, depth: int = 2) -> Any:
             return id(value), value, has_address and value.data_ptr(), value.requires_grad
     if isinstance(value, torch.Generator):
         return id(value), value, value.get_state().tolist()
+    items = _items_of(value) if depth else None
+    if items is None:
+        return id(value), value
+    return type(value), [(key, state_of(each, depth - 1)) for key, each in items]
+
+
+def _items_of(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return what is in a short list or dict, a namespace or a dataclass; None for others."""
     if isinstance(value, SimpleNamespace | Namespace) or (
         is_dataclass(type(value)) and hasattr(value, "__dict__")
     ):
         value = vars(value)
-    is_short = isinstance(value, list | tuple | deque | set | frozenset | dict) and depth
-    if not is_short or len(value) > _LONGEST:
-        return id(value), value
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    return type(value), [(key, state_of(each, depth - 1)) for key, each in items]
+    is_plain = isinstance(value, list | tuple | deque | set | frozenset | dict)
+    if not is_plain or len(value) > _LONGEST:
+        return None
+    return [*(value.items() if isinstance(value, dict) else enumerate(value))]
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
@@ -104,6 +111,28 @@ def attributes_of(root: nn.Module, method: str | None = None) -> Iterator[Spot]:
         for table, keys in tables:
             for key in keys:
                 yield f"{path}.{key}".lstrip("."), partial(table.get, key)
+
+
+def tensors_of(root: nn.Module) -> dict[str, Tensor]:
+    """Return by name the tensors that ``root`` and the modules inside it keep beside parameters.
+
+    These are buffers, and tensors in other attributes, also in those that :func:`state_of` looks
+    into: a program may write into them in place.
+    """
+    found = dict[str, Tensor]()
+
+    def note(name: str, value: Any, depth: int) -> None:
+        if isinstance(value, Tensor):
+            # Nobody can write into a tensor of an inference, but in an inference.
+            if not (isinstance(value, nn.Parameter) or value.is_inference()):
+                found[f"`self.{name}`"] = value
+        elif depth:
+            for key, each in _items_of(value) or ():
+                note(f"{name}[{key!r}]", each, depth - 1)
+
+    for name, get in attributes_of(root):
+        note(name, get(), 2)
+    return found
 
 
 class Fingerprint:

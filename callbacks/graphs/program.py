@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ...strategies.engine import ReplayedStep, rehearsed_backward
 from .compare import LogTape, States, first_difference, tensors_in, values_in
 from .device import CudaGraphs, SoftwareGraphs
-from .fingerprint import Fingerprint, attributes_of, state_of
+from .fingerprint import Fingerprint, attributes_of, state_of, tensors_of
 
 MOST_SIGNATURES = 200  # signatures of inputs for which records are kept
 MOST_IN_VAIN = 5  # captures in a row that went out of date before they paid
@@ -476,7 +476,7 @@ class Program(Part):
 
     def snapshot(self) -> States:
         """Copy what the program changes in place."""
-        return States(self.module, self.engine)
+        return States(tensors_of(self.module), self.engine)
 
     def results(self, grads: dict[str, Tensor]) -> dict[str, Any]:
         """Return what a run has changed, and gradients that it computed, by name."""

@@ -1,6 +1,7 @@
 """A captured run and an eager run are the same, in everything that Lightning promises."""
 
 from array import array
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,6 +151,38 @@ def test_a_step_that_runs_again_in_its_micro_batch_or_in_a_validation_is_eager_t
     mine = fit(RunsAgain(), callback, strategy=strategy, max_epochs=3)
     assert callback.replays == 3 * 11 - 3 - 3 - 2
     assert_same_run(mine, fit(RunsAgain(), strategy=strategy, max_epochs=3))
+
+
+class KeepsSums(Net):
+    """Writes into tensors that are no buffers: in an attribute, in a dict, in a namespace."""
+
+    def __init__(self):
+        super().__init__()
+        zeros = torch.zeros(CLASSES, device=recorded.DEVICE)
+        self.confusion, self.averages = zeros, {"scores": zeros.clone()}
+        self.kept, self.read = SimpleNamespace(largest=zeros.clone()), []
+
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        scores = output["scores"].detach()
+        self.confusion.scatter_add_(0, scores.argmax(1), torch.ones_like(scores[:, 0]))
+        self.averages["scores"].mul_(0.9).add_(scores.mean(0))
+        self.kept.largest.data.add_(scores.amax(0))
+        return output
+
+    def on_train_epoch_end(self):
+        kept = self.confusion, self.averages["scores"], self.kept.largest
+        self.read.append([tensor.clone() for tensor in kept])
+
+
+@pytest.mark.parametrize("strategy", ["auto", "zero3"])
+def test_tensors_that_a_step_writes_into_are_written_once_in_a_micro_batch(strategy):
+    callback = Counting(software=True, strict=True)
+    mine = fit(KeepsSums(), callback, strategy=strategy)
+    reference = fit(KeepsSums(), strategy=strategy)
+    assert callback.replays > 10
+    assert_same(mine.module.read, reference.module.read)
+    assert_same_run(mine, reference)
 
 
 class PrintsAtTheEnd(Net):
