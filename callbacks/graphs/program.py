@@ -227,10 +227,11 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         graphs, name = ctx.graphs, ctx.graphs.program.name
         _ = ctx.saved_tensors  # raises if a weight was written since the forward
-        if graphs.user() is not ctx:
+        if ctx.is_over or graphs.user() is not ctx:
+            # hazard: the memory of what a backward needs has other contents by then.
             raise RuntimeError(
-                f"{name}, which is captured, ran again before a second backward of its earlier"
-                " run. Run backward first."
+                f"{name}, which is captured, is differentiated twice, or ran again before the"
+                " backward of its earlier run. Run one backward after each run."
             )
         if [g is not None for g in grads] != graphs.given:
             raise RuntimeError(
@@ -558,14 +559,21 @@ class Program(Part):
             self.verified += 1
             self.problems += problems
         after.restore()
-        seen = [False] * len(outputs)
+        seen, passes = [False] * len(outputs), set[int]()
+        found = problems if graphs is None else self.problems
 
         def note(k: int, gradient: Tensor | None) -> None:
             if gradient is None:  # as of `DistributedDataParallel`
                 return
             seen[k], record.given = True, seen
+            passes.add(torch._C._current_graph_task_id())
+            if len(passes) > 1:
+                found.append(
+                    "It is differentiated twice, and a graph of its backward can be replayed only"
+                    " once. Add up the losses, and run one backward."
+                )
             if graphs is not None and not given[k]:
-                self.problems.append(self._differs("other outputs get gradients than before"))
+                found.append(self._differs("other outputs get gradients than before"))
 
         # The hooks are those of other tensors, as one output may be computed from another.
         output = apply_to_collection(output, Tensor, _alias)

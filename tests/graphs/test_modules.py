@@ -489,26 +489,97 @@ def test_gradients_of_other_outputs_than_before_are_an_error():
         fit(AskedLate(), CUDAGraphStep(software=True, modules=["head"]))
 
 
-class BackwardTwice(Manual):
-    """Its first backward comes again when the module has run once more."""
+class TwoLosses(Manual):
+    """Each with a backward of its own, from some step on."""
+
+    twice_from = 0
+
+    def training_step(self, batch, batch_idx):
+        optimizer, is_twice = self.optimizers(), self.global_step >= self.twice_from
+        optimizer.zero_grad()
+        hidden = self.net(batch["x"])
+        loss = self.head(hidden).square().mean()
+        self.manual_backward(loss, retain_graph=is_twice)
+        if is_twice:
+            self.manual_backward(hidden.square().mean())
+        optimizer.step()
+        return {"loss": loss.detach()}
+
+
+class TwoOutputs(TwoLosses):
+    """Of which each loss needs another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Apart(self.net)
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        first, second = self.net(batch["x"])
+        self.manual_backward(self.head(first).square().mean(), retain_graph=True)
+        self.manual_backward(second.square().mean())
+        optimizer.step()
+        return {"loss": first.detach().mean()}
+
+
+class Apart(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        hidden = self.net(x)
+        return (hidden * 2, hidden * 3) if self.training else hidden
+
+
+@pytest.mark.parametrize("module", [TwoLosses, TwoOutputs])
+def test_a_module_that_is_differentiated_twice_is_eager(module):
+    callback, options = Counting(software=True, modules=["net"]), {"limit_val_batches": 0}
+    with pytest.warns(UserWarning, match=r"'net' cannot .*\n  - It is differentiated twice"):
+        mine = fit(module(), callback, **options)
+    assert callback.replays["net"] == 0
+    assert_same_run(mine, fit(module(), **options))
+
+
+class TwiceLater(TwoLosses):
+    twice_from = 8
+
+
+class TwiceWhenItIsVerified(TwoLosses):
+    twice_from = 11  # the first of the second epoch
+
+
+def test_a_second_backward_of_a_replay_is_an_error():
+    options = {"limit_val_batches": 0}
+    message = "module 'net', which is captured, is differentiated twice"
+    with pytest.raises(RuntimeError, match=message):
+        fit(TwiceLater(), CUDAGraphStep(software=True, modules=["net"]), **options)
+    with pytest.warns(UserWarning, match=r"'net' cannot .*\n  - It is differentiated twice"):
+        mine = fit(
+            TwiceWhenItIsVerified(), CUDAGraphStep(software=True, modules=["net"]), **options
+        )
+    assert_same_run(mine, fit(TwiceWhenItIsVerified(), **options))
+
+
+class BackwardLate(Manual):
+    """Its first backward comes when the module has run once more."""
 
     def training_step(self, batch, batch_idx):
         first = self.net(batch["x"]).sum()
-        self.manual_backward(first, retain_graph=True)
-        self.manual_backward(self.net(batch["x"]).sum())
+        if self.global_step >= 8:
+            self.manual_backward(self.net(batch["x"]).sum(), retain_graph=True)
         self.manual_backward(first)
+        self.optimizers().step()
         return {"loss": first.detach()}
 
 
-def test_a_second_backward_of_an_earlier_run_is_an_error():
+def test_a_backward_after_a_later_run_is_the_eager_one():
     options = {"max_epochs": 1, "limit_val_batches": 0}
-    fit(BackwardTwice(), **options)
-    message = (
-        "module 'net', which is captured, ran again before a second backward of its earlier run."
-        " Run backward first"
-    )
-    with pytest.raises(RuntimeError, match=message):
-        fit(BackwardTwice(), CUDAGraphStep(software=True, strict=True, modules=["net"]), **options)
+    callback = Counting(software=True, strict=True, modules=["net"])
+    mine = fit(BackwardLate(), callback, **options)
+    assert callback.replays["net"] > 4
+    assert_same_run(mine, fit(BackwardLate(), **options))
 
 
 class NeverTheSame(Callback):
