@@ -28,12 +28,17 @@ _ALWAYS = {"training", "_modules", "_hparams", *_HOOKS}
 _BASES = (LightningModule, *LightningModule.__mro__)  # whose methods are not the user's
 
 
-def state_of(value: Any, depth: int = 2) -> Any:
+def state_of(value: Any, device: torch.device, depth: int = 2) -> Any:
     """Return the present state of an attribute, to be compared by ``==``.
 
     It is the value of a constant; the identity, address and ``requires_grad`` of a tensor; the
     state of a generator; and the contents of a short list or dict, a namespace or a dataclass. Of
     any other object it is the identity, beside the object, so that no other one gets its address.
+
+    Args:
+        value: the value of the attribute.
+        device: where graphs are replayed; see :func:`value_of`.
+        depth: of lists, dicts and namespaces inside of each other that are looked into.
     """
     if isinstance(value, dict) and not value:  # most are hooks
         return dict
@@ -42,13 +47,28 @@ def state_of(value: Any, depth: int = 2) -> Any:
     if isinstance(value, Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             has_address = value.layout is torch.strided and not isinstance(value, ShardedParameter)
-            return id(value), value, has_address and value.data_ptr(), value.requires_grad
+            address = has_address and value.data_ptr()
+            return id(value), value, address, value.requires_grad, value_of(value, device)
     if isinstance(value, torch.Generator):
         return id(value), value, value.get_state().tolist()
     items = _items_of(value) if depth else None
     if items is None:
         return id(value), value
-    return type(value), [(key, state_of(each, depth - 1)) for key, each in items]
+    return type(value), [(key, state_of(each, device, depth - 1)) for key, each in items]
+
+
+def value_of(tensor: Tensor, device: torch.device) -> Any:
+    """Return the values that graphs on ``device`` keep if they read a tensor on the CPU, or None.
+
+    A kernel gets a number that is on the CPU as an argument, which replays repeat. For the values
+    of a large tensor its version stands.
+    """
+    is_read = tensor.device.type == "cpu" != device.type and tensor.layout is torch.strided
+    if not is_read:
+        return None
+    if tensor.numel() <= _LONGEST:
+        return repr(tensor.tolist())
+    return tensor.is_inference() or tensor._version
 
 
 def _items_of(value: Any) -> list[tuple[Any, Any]] | None:
@@ -157,8 +177,9 @@ class Fingerprint:
                 spots.append((f"trainer.{key}", partial(getattr, trainer, key)))
         # What gets each value; the value, if only an assignment can change it; and its state.
         self._spots: list[tuple[str, Callable[[], Any], Any, Any]] = []
+        self._device = trainer.strategy.root_device
         for name, get in spots:
-            state = state_of(value := get())
+            state = state_of(value := get(), self._device)
             is_fixed = is_constant(value) or state == (id(value), value)
             self._spots.append((name, get, value if is_fixed else self, state))
 
@@ -167,5 +188,5 @@ class Fingerprint:
         return [
             f"`{name}`"
             for name, get, fixed, state in self._spots
-            if (value := get()) is not fixed and state_of(value) != state
+            if (value := get()) is not fixed and state_of(value, self._device) != state
         ]

@@ -54,9 +54,9 @@ class CapturedModule(Program):
             )
         if changes := self.changes():
             self.recapture(changes)
-        device = self.fit.device.type
-        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        key = signature(inputs), autocast
+        device = self.fit.device
+        is_on, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+        key = signature(inputs, device), is_on(device.type), dtype(device.type)
         known = self.records.get(key, Record()).graphs
         if known is not None and known.is_busy:
             return None  # it runs twice before a backward

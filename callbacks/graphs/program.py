@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ...strategies.engine import ReplayedStep, rehearsed_backward
 from .compare import LogTape, States, first_difference, tensors_in, values_in
 from .device import CudaGraphs, SoftwareGraphs
-from .fingerprint import Fingerprint, attributes_of, state_of, tensors_of
+from .fingerprint import Fingerprint, attributes_of, state_of, tensors_of, value_of
 
 MOST_SIGNATURES = 200  # signatures of inputs for which records are kept
 MOST_IN_VAIN = 5  # captures in a row that went out of date before they paid
@@ -248,12 +248,13 @@ def named(inputs: Iterable[Tensor]) -> dict[str, Tensor]:
     return {f"input {k}": tensor for k, tensor in enumerate(inputs)}
 
 
-def signature(inputs: Any) -> Hashable:
-    """Return a key that is equal for inputs which one graph can take."""
+def signature(inputs: Any, device: torch.device) -> Hashable:
+    """Return a key that is equal for inputs which one graph on ``device`` can take."""
 
     def describe(tensor: Tensor) -> tuple:
         place = tensor.layout is torch.strided and tensor.stride(), tensor.device
-        return tensor.shape, tensor.dtype, tensor.requires_grad, place
+        kept = value_of(tensor, device)
+        return tensor.shape, tensor.dtype, tensor.requires_grad, place, kept
 
     # Recurrent layers read `batch_sizes` on the host: a graph would keep the values.
     plain = apply_to_collection(
@@ -603,9 +604,8 @@ class Program(Part):
 
     def _look(self, inputs: Any) -> dict[str, Any]:
         """Return what a replay leaves as it is, by what changes it."""
-        tensors = tensors_in(inputs)
-        spots = attributes_of(self.module)
-        found: dict[str, Any] = {f"changes `self.{name}`": state_of(get()) for name, get in spots}
+        tensors, spots, device = tensors_in(inputs), attributes_of(self.module), self.fit.device
+        found: dict[str, Any] = {f"changes `self.{n}`": state_of(get(), device) for n, get in spots}
         found["writes to its inputs"] = [(t._version, t.requires_grad) for t in tensors]
         with torch._C.DisableTorchFunctionSubclass():
             found["writes to parameters"] = [p._version for p in self.module.parameters()]

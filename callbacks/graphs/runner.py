@@ -64,7 +64,7 @@ class Step(Program):
         if now == self._last:
             return None  # it runs again for the same micro-batch
         self._last, changes = now, self.changes()
-        digest = hash(signature(inputs[0][0])) >> 1  # an int64 above the least
+        digest = hash(signature(inputs[0][0], self.fit.device)) >> 1  # an int64 above the least
         digests, is_stale = self.fit.agree([digest, bool(changes)])
         if self.is_eager:
             return None
