@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
@@ -108,7 +109,7 @@ class States:
     Args:
         tensors: the tensors, by name.
         engine: the engine to whose gradients the program adds, of which this rank's parts are
-            copied.
+            copied, beside the units whose backward is to come.
 
     Attributes:
         values: the copies, by a name for messages.
@@ -118,6 +119,8 @@ class States:
         self._tensors, self._gradients = tensors, engine and engine.gradients
         self._random = capture_random_states()
         entries = self._gradients.trained if engine else []
+        self._coming = engine.passes.coming if engine else deque[int]()
+        self._units = tuple(self._coming)
         self._entries = {f"the gradient of {entry.name}": entry for entry in entries}
         parts = {name: self._gradients.part(entry) for name, entry in self._entries.items()}
         found = tensors | {name: part for name, part in parts.items() if part is not None}
@@ -131,6 +134,8 @@ class States:
             if not same(tensor.detach(), self.values[name]):
                 tensor.data.copy_(self.values[name])
         restore_random_states(self._random)
+        self._coming.clear()
+        self._coming.extend(self._units)
         for name, entry in self._entries.items():
             if name in self.values:
                 self._gradients.room_for(entry).copy_(self.values[name])

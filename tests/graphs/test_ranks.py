@@ -247,6 +247,19 @@ class HasSums(AllUsed):
         self.net[2] = Sums()
 
 
+class OwnLayers(Net):
+    """The loss of each rank depends on layers of its own."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.before, self.first, self.second = nn.Linear(16, 16), *(nn.Linear(16, 5) for _ in "ab")
+
+    def forward(self, x):
+        hidden = self.frozen(self.net(x))
+        scores = self.first(self.before(hidden)), self.second(hidden)
+        return self.head(hidden) + scores[self.global_rank]
+
+
 UNVALIDATED = {"limit_val_batches": 0}  # a validation gathers units, and makes buffers equal
 ZERO3 = {
     "accumulation, clipping, validation in the middle": {
@@ -263,6 +276,7 @@ ZERO3 = {
         "accumulate_grad_batches": 2,
         **UNVALIDATED,
     },
+    "a loss of other units on each rank": {"module": OwnLayers},
     "optimizer": {
         "module": Fused,
         "captured": {"optimizer": True},
