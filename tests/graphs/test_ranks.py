@@ -327,6 +327,37 @@ def test_two_ranks_of_zero3_replay_their_exchanges(tmp_path):
     }
 
 
+class Reductions(Callback):
+    """Counts those of each micro-batch."""
+
+    def on_train_start(self, trainer, pl_module):
+        communicator, self.counts = trainer.strategy.engine.collectives, []
+        for name in ("reduce_scatter", "reduce_scatter_in"):
+            setattr(communicator, name, partial(self.count, getattr(communicator, name)))
+
+    def on_train_batch_start(self, *_):
+        self.counts.append(0)
+
+    def count(self, exchange, *arguments):
+        self.counts[-1] += 1
+        return exchange(*arguments)
+
+
+def count_reductions(rank, world_size):
+    counts = []
+    for extra in ([], [CUDAGraphStep(software=True, strict=True)]):
+        strategy, reductions = Zero3Strategy(unit_policy=nested), Reductions()
+        fit(Net(), reductions, *extra, strategy=strategy, devices=world_size, **UNVALIDATED)
+        counts.append(reductions.counts)
+    return counts
+
+
+def test_a_replay_reduces_units_with_others_inside_once():
+    eager, captured = run_ranks(count_reductions, 2)[0]
+    # Of six micro-batches the last three are compared: from the second epoch on they are replayed.
+    assert captured[7:] == eager[7:] and len(eager) == 12 and max(eager) < 6
+
+
 # What rank 1 alone cannot capture: the module, a callback that brings it about, options of the
 # graphs, what is said of it, and how often each part is replayed on the ranks.
 SCALAR = r".*test_ranks\.py:\d+: `return x \* \(3 if .*: aten\._local_scalar_dense needs a value"
