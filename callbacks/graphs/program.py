@@ -289,6 +289,17 @@ class Record:
     epoch: int = -1
 
 
+class _Replacement(partial):
+    """Takes the place of a method; a copy of the method's owner gets its own method."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.__wrapped__,)  # type: ignore[attr-defined]  # of `functools.wraps`
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
 class Part:
     """A part of the training with graphs of its own: the step, an update, a module.
 
@@ -330,7 +341,7 @@ class Part:
         self._in_vain = self._replays_before = 0
         self._owner, self._method, self.eager = owner, method, getattr(owner, method)
         self._own = {name: own for name, own in vars(owner).items() if name == method}
-        vars(owner)[method] = wraps(self.eager)(partial(self.call))
+        vars(owner)[method] = wraps(self.eager)(_Replacement(self.call))
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Take the place of the method."""

@@ -1,5 +1,7 @@
 """Chosen modules as graphs, in steps that cannot be captured as a whole."""
 
+import pickle
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -10,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers import recorded
 from helpers.ranks import run_ranks
-from helpers.recorded import CLASSES, Frees, Net, assert_same_run, fit
+from helpers.recorded import CLASSES, Frees, Net, assert_same, assert_same_run, fit
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep
 from lightning_zero3.callbacks.graphs import program
@@ -160,7 +162,7 @@ class RunsBefore(Net):
 class Counting(CUDAGraphStep):
     def on_train_end(self, trainer, pl_module):
         parts = self._runner.parts
-        self.replays = {each.name.split("'")[1]: each.replays for each in parts}
+        self.replays = {each.name.split("'")[1]: each.replays for each in parts if "'" in each.name}
         self.recaptures = sum(each.recaptures for each in parts)
         self.inputs = self.memory_bytes()["inputs"]
         super().on_train_end(trainer, pl_module)
@@ -580,6 +582,37 @@ def test_a_backward_after_a_later_run_is_the_eager_one():
     mine = fit(BackwardLate(), callback, **options)
     assert callback.replays["net"] > 4
     assert_same_run(mine, fit(BackwardLate(), **options))
+
+
+class Copies(Callback):
+    """Keeps copies of a module, one made when it is replayed, and one that was pickled."""
+
+    def __init__(self, name):
+        self.name, self.copies = name, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 8:
+            self.original = original = pl_module.get_submodule(self.name)
+            self.copies = [deepcopy(original), pickle.loads(pickle.dumps(original))]
+            for each in self.copies:
+                each.eval()
+
+    def on_train_end(self, trainer, pl_module):
+        for each in self.copies:
+            for method in ("forward", "training_step"):
+                bound = getattr(each, method, None)
+                assert bound is None or bound.__self__ is each
+            each.load_state_dict(self.original.state_dict())
+        x = torch.randn(3, 12, device=pl_module.device)
+        self.outputs = [each(x) for each in [self.original.eval(), *self.copies]]
+
+
+@pytest.mark.parametrize(("name", "options"), [("net", {"modules": ["net"]}), ("", {})])
+def test_a_copy_of_what_is_captured_runs_by_itself(name, options):
+    callback, copies = Counting(software=True, strict=True, **options), Copies(name)
+    mine = fit(Net(), callback, copies)
+    assert_same(copies.outputs[1:], [copies.outputs[0]] * 2)
+    assert_same_run(mine, fit(Net(), Copies(name)))
 
 
 class NeverTheSame(Callback):
