@@ -520,7 +520,10 @@ class Program(Part):
         graphs, tape, before = record.graphs, LogTape(self.fit.root), self.snapshot()
         problems = record.problems
         record.looked += 1
-        args, kwargs = inputs = apply_to_collection(inputs, Tensor, _alias)
+        if any(tensor.requires_grad for tensor in tensors_in(inputs)):
+            # Containers are made anew: what the program puts into one, its caller would not see.
+            inputs = apply_to_collection(inputs, Tensor, _alias)
+        args, kwargs = inputs
         tensors, looks = tensors_in(inputs), self._look(inputs)
         with self._watching(problems, record.offsets), tape.record():
             output = self.eager(*args, **kwargs)
@@ -617,7 +620,7 @@ class Program(Part):
         """Return what a replay leaves as it is, by what changes it."""
         tensors, spots, device = tensors_in(inputs), attributes_of(self.module), self.fit.device
         found: dict[str, Any] = {f"changes `self.{n}`": state_of(get(), device) for n, get in spots}
-        found["writes to its inputs"] = [(t._version, t.requires_grad) for t in tensors]
+        found["writes to its inputs"] = signature(inputs, device), [t._version for t in tensors]
         with torch._C.DisableTorchFunctionSubclass():
             found["writes to parameters"] = [p._version for p in self.module.parameters()]
         return found

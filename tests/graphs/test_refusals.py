@@ -223,6 +223,11 @@ def writes_batch(self, batch, batch_idx, loss):
     return self.layer(batch.clone()).sum()
 
 
+def adds_to_batch(self, batch, batch_idx, loss):
+    batch["doubled"] = loss.detach() * 2
+    return loss
+
+
 def writes_weight(self, batch, batch_idx, loss):
     with torch.no_grad():
         self.layer.bias.mul_(0.9)
@@ -414,6 +419,7 @@ CASES = {
     new_buffer: r"It changes `self\.average`.*write into these \(`self\.name\.copy_\(\.\.\.\)`\)",
     counts: r"It changes `self\.temperature`, which a replay would not do again",
     writes_batch: "It writes to its inputs, which a replay would not do again",
+    adds_to_batch: "It writes to its inputs, which a replay would not do again",
     writes_weight: "It writes to parameters, which a replay would not do again",
     no_loss: "`training_step` returned no loss",
     hooked: r"layer\.weight has a hook, which would run twice",
@@ -440,6 +446,7 @@ def run(line, *callbacks, **options):
     LOSSES.clear()
     COUNTS["steps"], Small.steps = 0, 0
     random.seed(0)
+    torch.manual_seed(0)
     np.random.seed(0)
     GENERATOR.bit_generator.state = np.random.default_rng(0).bit_generator.state
     module = Small(line)
@@ -450,6 +457,9 @@ def run(line, *callbacks, **options):
         module.layer.weight.register_post_accumulate_grad_hook(doubles)
     if line is counts_in_closure:
         module.on_train_start = lambda: setattr(module.trainer, "count", counter())
+    if line is adds_to_batch:
+        module.batches = [{"x": torch.randn(4, 3)} for _ in range(6)]
+        module.on_train_batch_end = lambda outputs, batch, *_: module.average.add_(batch["doubled"])
     fitter = train(module, *callbacks, max_epochs=5, **options)
     return module, dict(fitter.callback_metrics)
 
