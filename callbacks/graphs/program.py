@@ -415,7 +415,8 @@ class Program(Part):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Take the place of the method."""
         self.steps += 1
-        needed = not self.is_eager and torch.is_grad_enabled()
+        is_training = self.fit.trainer.training and torch.is_grad_enabled()
+        needed = is_training and not self.is_eager
         record = self.decide((args, kwargs)) if needed else None
         return self.eager(*args, **kwargs) if record is None else self.run(record, (args, kwargs))
 

@@ -325,24 +325,38 @@ class HasLogs(Net):
         self.net[2] = Logs(self)
 
 
+class GradientsInValidation(Net):
+    def validation_step(self, batch, batch_idx):
+        with torch.enable_grad():
+            x = batch["x"].clone().requires_grad_()
+            [slope] = torch.autograd.grad(self(x).square().sum(), x)
+        self.log("validation", slope.norm())
+
+
 class AskedOnce(Unasked):
     with_second = (1,)
 
 
-EXACT = {  # and how often a module is replayed at least
-    "a module that logs": (HasLogs, "net", 10),
-    "an output that is asked for once, before the capture": (AskedOnce, "head", 10),
-    "a module without a backward": (Aside, "unused", 0),
+EXACT = {  # options of the run, and how often a module is replayed at least
+    "a module that logs": (HasLogs, "net", 10, {}),
+    "an output that is asked for once, before the capture": (AskedOnce, "head", 10, {}),
+    "a module without a backward": (Aside, "unused", 0, {}),
+    "a validation with gradients": (
+        GradientsInValidation,
+        "net",
+        50,
+        {"max_epochs": 6, "inference_mode": False},
+    ),
 }
 
 
 @pytest.mark.parametrize("case", EXACT)
 def test_captured_modules_that_log_or_get_no_gradient_give_the_eager_run(case):
-    module, name, replays = EXACT[case]
+    module, name, replays, options = EXACT[case]
     callback = Counting(software=True, strict=True, modules=[name])
-    mine = fit(module(), callback)
-    assert callback.replays[name] >= replays
-    assert_same_run(mine, fit(module()))
+    mine = fit(module(), callback, **options)
+    assert callback.replays[name] >= replays and callback.recaptures == 0
+    assert_same_run(mine, fit(module(), **options))
 
 
 @pytest.mark.parametrize(
