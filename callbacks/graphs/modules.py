@@ -61,6 +61,8 @@ class CapturedModule(Program):
         if known is not None and known.is_busy:
             return None  # it runs twice before a backward
         record = self.choose(key)
+        if record is not None and not (any(record.given) or record.problems):
+            record.is_replay = False  # the backward of the last run may be still to come
         self.is_eager |= bool(self.problems)  # the other ranks follow before the next batch
         return None if self.is_eager else record
 

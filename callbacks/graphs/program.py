@@ -184,6 +184,8 @@ class Captured:
             root_grads: the gradients that its backward began with.
             expected: its results.
         """
+        if [each.shape for each in root_grads] != [each.shape for each in self._root_grads]:
+            return "there are other outputs, or outputs of other shapes, that need gradients"
         before.restore()
         found = self._replay_all(root_grads)
         if self._is_noisy is None:
@@ -448,10 +450,8 @@ class Program(Part):
                 return None
         record = self.records.setdefault(key, Record())
         begins_epoch, record.epoch = record.epoch != epoch, epoch
-        # The backward of the last run may be still to come, or there was none.
-        is_known = any(record.given) or bool(record.problems)
         most = options.warmup if record.graphs is None else options.verify
-        record.is_replay = is_known and record.looked >= most and not begins_epoch
+        record.is_replay = record.looked >= most and not begins_epoch
         if record.is_replay:
             self.problems += record.problems
         return record
@@ -554,11 +554,6 @@ class Program(Part):
             if tensor.layout is not torch.strided
         ]
         problems += self._find_foreign(tensors, outputs)
-        if output is None:  # and no backward comes
-            problems.append(
-                f"`{self._method}` returned no loss. Return one that is zero, so that every step is"
-                " the same."
-            )
         if graphs is None:
             last, record.kind = record.kind, {n: _kind(value) for n, value in values.items()}
             turns = "in one step", "in the next"

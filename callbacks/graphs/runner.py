@@ -72,6 +72,11 @@ class Step(Program):
             self.recapture(changes)
         record = self.choose(digests)
         if record is not None and record.is_replay and record.graphs is None:
+            if not any(record.given):
+                self.problems.append(
+                    "`training_step` returned no loss, or one that needs no gradient, or no"
+                    " backward of it came. Return one that is zero, so that every step is the same."
+                )
             self.fit.agree()
         return None if self.is_eager else record
 

@@ -327,6 +327,34 @@ def test_two_ranks_of_zero3_replay_their_exchanges(tmp_path):
     }
 
 
+class NoLossOnRankOne(Net):
+    """Which has no gradients then, as a rank whose loss depends on no layer."""
+
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        if self.global_rank == 1:
+            output["loss"] = output["loss"].detach()
+        return output
+
+    def backward(self, loss):
+        if loss.requires_grad:
+            loss.backward()
+
+
+def train_without_a_loss_on_rank_one(rank, world_size):
+    options = {"devices": world_size, "strategy": Zero3Strategy, **UNVALIDATED}
+    graphs = Counting(software=True)
+    said, mine = warned(NoLossOnRankOne(), graphs, **options)
+    assert_same_run(mine, fit(NoLossOnRankOne(), **options))
+    return said, graphs.replays
+
+
+def test_a_rank_without_a_loss_leaves_all_eager():
+    (said, replays), (nothing, others) = run_ranks(train_without_a_loss_on_rank_one, 2)
+    assert "cannot be captured on rank 1:\n  - `training_step` returned no loss" in said[0]
+    assert (len(said), nothing, replays, others) == (1, [], 0, 0)
+
+
 class Reductions(Callback):
     """Counts those of each micro-batch."""
 
