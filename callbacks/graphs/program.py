@@ -6,7 +6,13 @@ import io
 import sys
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    redirect_stdout,
+)
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
@@ -20,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import PackedSequence
 
 from ...strategies.engine import ReplayedStep, rehearsed_backward
-from .compare import LogTape, States, first_difference, tensors_in, values_in
+from .compare import LogTape, States, first_difference, replaced, tensors_in, values_in
 from .device import CudaGraphs, SoftwareGraphs
 from .fingerprint import Fingerprint, attributes_of, state_of, tensors_of, value_of
 
@@ -38,31 +44,32 @@ _CHANGING = (
 )
 
 
-@dataclass
 class Fit:
     """A fit of which something is captured.
 
-    Attributes:
+    Args:
         trainer: its trainer.
         root: the module that it trains.
         graphs: makes the graphs.
         options: the `CUDAGraphStep`.
+
+    Attributes:
+        device: the device of the training.
+        engine: the engine of `zero3`; None with other strategies.
+        stack: leaves everything as it was before the fit.
     """
 
-    trainer: Trainer
-    root: LightningModule
-    graphs: CudaGraphs | SoftwareGraphs
-    options: Any
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the training."""
-        return self.trainer.strategy.root_device
-
-    @property
-    def engine(self) -> Any:
-        """The engine of `zero3`; None with other strategies."""
-        return getattr(self.trainer.strategy, "engine", None)
+    def __init__(
+        self,
+        trainer: Trainer,
+        root: LightningModule,
+        graphs: CudaGraphs | SoftwareGraphs,
+        options: Any,
+    ) -> None:
+        self.trainer, self.root, self.graphs, self.options = trainer, root, graphs, options
+        self.device = trainer.strategy.root_device
+        self.engine: Any = getattr(trainer.strategy, "engine", None)
+        self.stack = ExitStack()
 
 
 class NoBooks:
@@ -342,8 +349,8 @@ class Part:
         self._paying, self._remedy = paying, remedy
         self._in_vain = self._replays_before = 0
         self._owner, self._method, self.eager = owner, method, getattr(owner, method)
-        self._own = {name: own for name, own in vars(owner).items() if name == method}
-        vars(owner)[method] = wraps(self.eager)(_Replacement(self.call))
+        replacement = {method: wraps(self.eager)(_Replacement(self.call))}
+        fit.stack.enter_context(replaced(vars(owner), replacement))
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Take the place of the method."""
@@ -361,12 +368,6 @@ class Part:
     def stop(self) -> None:
         """Run eagerly from now on."""
         self.is_eager = True
-        self.drop()
-
-    def uninstall(self) -> None:
-        """Free the graphs and restore the method."""
-        del vars(self._owner)[self._method]
-        vars(self._owner).update(self._own)
         self.drop()
 
     def recapture(self, changes: list[str]) -> None:
@@ -398,9 +399,11 @@ class Program(Part):
 
     Attributes:
         module: the module.
+        engine: the engine of `zero3`, if the program adds to its gradients.
         has_own_pool: whether other graphs may be replayed between a forward and its backward.
     """
 
+    engine: Any = None
     has_own_pool = False
 
     def __init__(self, name: str, fit: Fit, module: nn.Module, method: str) -> None:
@@ -408,11 +411,6 @@ class Program(Part):
         self.module = module
         self._fingerprint: Fingerprint | None = None
         self._unverified = 0  # replays since the last comparison
-
-    @property
-    def engine(self) -> Any:
-        """The engine of `zero3`, if the program adds to its gradients."""
-        return None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Take the place of the method."""

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
@@ -267,6 +268,23 @@ def test_the_memory_tracker_counts_static_inputs(tracker_first):
     found = tracker.run_spreads["memory/graph_inputs_gib"].high * GIB
     assert found == 4 * 12 * 4 + 4 * 8  # a batch of 4 rows of 12 floats, and their labels
     assert graphs.graph_input_nbytes == 0  # a later run of this trainer has none
+
+
+def test_views_of_weights_are_looked_for_while_there_are_no_graphs():
+    """The engine of `zero3` knows whether there are."""
+    known = []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            known.append(trainer.strategy.engine.arena.is_captured)
+            if trainer.global_step == 8:
+                pl_module.net[3].p = 0.05
+
+    mine = fit(Net(), CUDAGraphStep(software=True, strict=True), Looks(), strategy="zero3")
+    # The fourth and, as a number changes, the 13th are captured; the first of an epoch is the 12th.
+    eager = [*range(3), *range(8, 8 + 4)]
+    assert [k for k, is_captured in enumerate(known) if not is_captured] == eager
+    assert not mine.trainer.strategy.engine.arena.is_captured
 
 
 def test_after_a_fit_everything_is_as_before():
