@@ -68,24 +68,18 @@ def same(a: Tensor, b: Tensor, noisy: bool = False) -> bool:
     return bool((a.double() - b.double()).norm() <= tolerance * b.double().norm())
 
 
-def first_difference(
-    a: dict[str, Any],
-    b: dict[str, Any],
-    runs: tuple[str, str] = ("in the replay", "in the eager step"),
-    noisy: bool = False,
-) -> str | None:
-    """Return in words the first of some named values in which two runs differ, or None.
+def first_difference(a: dict[str, Any], b: dict[str, Any], noisy: bool = False) -> str | None:
+    """Return in words the first value in which a replay and an eager run differ, or None.
 
     Args:
-        a: tensors, constants and other objects of one run by name.
-        b: those of the other.
-        runs: what the runs are called.
+        a: tensors, constants and other objects of the replay by name.
+        b: those of the eager run.
         noisy: see :func:`same`.
     """
     for name in b | a:
         x, y = a.get(name), b.get(name)
         if (name in a) != (name in b):
-            return f"{name} is there {runs[name in b]} only"
+            return f"{name} is there in the {'eager step' if name in b else 'replay'} only"
         if isinstance(x, Tensor) and isinstance(y, Tensor):
             if same(x, y, noisy):
                 continue
@@ -93,7 +87,7 @@ def first_difference(
                 return f"{name} is up to {(x.double() - y.double()).abs().max().item():.3g} apart"
         elif x is y or (is_constant(x) and repr(x) == repr(y)):
             continue
-        return f"{name} is {_text(x)} {runs[0]} and {_text(y)} {runs[1]}"
+        return f"{name} is {_text(x)} in the replay and {_text(y)} in the eager step"
     return None
 
 

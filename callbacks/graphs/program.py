@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -284,7 +284,7 @@ class Record:
         problems: why a step with such inputs cannot be captured; one that comes seldom need not be.
         offsets: see :func:`~.random_states.note_offsets`; of the last eager run.
         given: which outputs got gradients, in the last eager run with a backward.
-        kind: numbers, and shapes of tensors, that the last eager run returned and logged, by name.
+        names: names of what the first eager run returned and logged.
         epoch: of the last run.
     """
 
@@ -294,7 +294,7 @@ class Record:
     problems: list[str] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     given: list[bool] = field(default_factory=list)
-    kind: dict[str, Any] | None = None
+    names: Set[str] = frozenset()
     epoch: int = -1
 
 
@@ -331,7 +331,12 @@ class Part:
         replays: number of replays.
         verified: number of replays that were compared with eager runs.
         recaptures: number of times that its graphs went out of date.
+        call: takes the place of the method.
+        drop: frees the graphs.
     """
+
+    call: Callable[..., Any]
+    drop: Callable[[], None]
 
     def __init__(
         self,
@@ -352,18 +357,10 @@ class Part:
         replacement = {method: wraps(self.eager)(_Replacement(self.call))}
         fit.stack.enter_context(replaced(vars(owner), replacement))
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Take the place of the method."""
-        raise NotImplementedError
-
     @property
     def graphs(self) -> list[Captured]:
         """All graphs of a program."""
         return [record.graphs for record in self.records.values() if record.graphs is not None]
-
-    def drop(self) -> None:
-        """Free the graphs."""
-        raise NotImplementedError
 
     def stop(self) -> None:
         """Run eagerly from now on."""
@@ -401,8 +398,11 @@ class Program(Part):
         module: the module.
         engine: the engine of `zero3`, if the program adds to its gradients.
         has_own_pool: whether other graphs may be replayed between a forward and its backward.
+        decide: returns the record of some inputs, which says how to run; None: eagerly, and not
+            looked at.
     """
 
+    decide: Callable[[Any], Record | None]
     engine: Any = None
     has_own_pool = False
 
@@ -419,10 +419,6 @@ class Program(Part):
         needed = is_training and not self.is_eager
         record = self.decide((args, kwargs)) if needed else None
         return self.eager(*args, **kwargs) if record is None else self.run(record, (args, kwargs))
-
-    def decide(self, inputs: Any) -> Record | None:
-        """Return the record of the inputs, which says how to run; None: eagerly, not looked at."""
-        raise NotImplementedError
 
     def choose(self, key: Hashable) -> Record | None:
         """Do what :meth:`decide` does, for inputs of this signature.
@@ -553,13 +549,11 @@ class Program(Part):
         ]
         problems += self._find_foreign(tensors, outputs)
         if graphs is None:
-            last, record.kind = record.kind, {n: _kind(value) for n, value in values.items()}
-            turns = "in one step", "in the next"
-            change = None if last is None else first_difference(last, record.kind, turns)
-            if change is not None:
-                problems.append(
-                    f"What is logged or returned changes from step to step: {change}, {_REMEDY}"
-                )
+            record.names = record.names or values.keys()
+            problems += [
+                f"{name} is logged or returned in some steps only, {_REMEDY}"
+                for name in sorted(record.names ^ values.keys())[:1]
+            ]
         else:
             change = graphs.compare(before, root_grads, values | self.results(grads))
             if change is not None:
@@ -650,10 +644,6 @@ class Program(Part):
 
 def _alias(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
-
-
-def _kind(value: Any) -> Any:
-    return f"of shape {list(value.shape)}" if isinstance(value, Tensor) else value
 
 
 def leaves_between(inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> set[Tensor]:
