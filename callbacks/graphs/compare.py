@@ -1,4 +1,4 @@
-"""Compares a replay with an eager run of the same, bit by bit."""
+"""Compares a replay with an eager run of the same, number by number."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def values_in(tree: Any, name: str) -> dict[str, Any]:
 
 
 def same(a: Tensor, b: Tensor, noisy: bool = False) -> bool:
-    """Return whether two tensors have the same bits; NaN is NaN, and ``0.0`` is ``-0.0``.
+    """Return whether two tensors have equal values; NaN is NaN, and ``0.0`` is ``-0.0``.
 
     Args:
         a: a tensor.

@@ -141,9 +141,8 @@ class Captured:
                 raise RuntimeError(
                     f"CUDAGraphStep: capturing the {('forward', 'backward')[part]} of"
                     f" {self.program.name} failed: it does something that no graph can hold and"
-                    " that eager steps did not show (see the error above). Run without"
-                    " `CUDAGraphStep`, or choose the modules that are captured,"
-                    " `CUDAGraphStep(modules=...)`."
+                    " that eager steps did not show (see the error above). Run it without a graph:"
+                    " capture other modules, `CUDAGraphStep(modules=...)`, or nothing."
                 ) from error
 
     @torch.no_grad()
@@ -244,8 +243,8 @@ class _Node(torch.autograd.Function):
             )
         if [g is not None for g in grads] != graphs.given:
             raise RuntimeError(
-                f"{name}: other outputs get gradients now than in its eager runs. Leave it out of"
-                " `CUDAGraphStep(modules=...)`."
+                f"{name}: other outputs get gradients now than in its eager runs, as no graph can"
+                " give. Run it without one."
             )
         ctx.is_over = True
         found = graphs.replay_backward([g for g in grads if g is not None])
