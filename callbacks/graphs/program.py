@@ -6,13 +6,7 @@ import io
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
-from contextlib import (
-    AbstractContextManager,
-    ExitStack,
-    contextmanager,
-    nullcontext,
-    redirect_stdout,
-)
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
@@ -72,16 +66,6 @@ class Fit:
         self.stack = ExitStack()
 
 
-class NoBooks:
-    """Takes the place of `ReplayedStep`, which keeps an engine's books, where there is none."""
-
-    def capturing(self, part: int) -> AbstractContextManager[None]:
-        """Wrap a capture."""
-        return nullcontext()
-
-    replaying = capturing
-
-
 class Captured:
     """Two graphs of a program, for inputs of one signature, in memory of their own.
 
@@ -101,7 +85,9 @@ class Captured:
     def __init__(self, program: Program, record: Record, inputs: Any) -> None:
         self.program, self.given = program, record.given
         engine, graphs = program.engine, program.fit.graphs
-        self._books: Any = NoBooks() if engine is None else ReplayedStep(engine)
+        books = None if engine is None else ReplayedStep(engine)
+        self._in_replay: Any = nullcontext if books is None else books.replaying
+        self._in_capture: Any = nullcontext if books is None else books.capturing
         self._pair = graphs.make_pair(record.offsets, program.has_own_pool)
         self._tape = LogTape(program.fit.root)
         self._is_noisy: bool | None = None  # two replays of the same give other bits
@@ -133,9 +119,9 @@ class Captured:
         Raises:
             RuntimeError: replaces a `RuntimeError` of the body, after which CUDA cannot go on.
         """
-        with self._books.replaying(part):
+        with self._in_replay(part):
             try:
-                with self._pair[part].capture(), self._books.capturing(part):
+                with self._pair[part].capture(), self._in_capture(part):
                     yield
             except RuntimeError as error:
                 raise RuntimeError(
@@ -162,7 +148,7 @@ class Captured:
         return apply_to_collection(self.output, Tensor, lambda _: next(results))
 
     def _replay(self, part: int) -> None:
-        with self._books.replaying(part):
+        with self._in_replay(part):
             self._pair[part].replay()
 
     def replay_backward(self, root_grads: Sequence[Tensor]) -> list[Tensor]:
@@ -338,13 +324,7 @@ class Part:
     drop: Callable[[], None]
 
     def __init__(
-        self,
-        name: str,
-        fit: Fit,
-        owner: Any,
-        method: str,
-        paying: int = 1,
-        remedy: str = _CHANGING,
+        self, name: str, fit: Fit, owner: Any, method: str, paying: int = 1, remedy: str = _CHANGING
     ) -> None:
         self.name, self.fit, self.problems = name, fit, list[str]()
         self.is_eager = False
@@ -425,11 +405,7 @@ class Program(Part):
         The first run in each epoch is eager, so a shape that comes once an epoch, such as a ragged
         last batch, is never captured.
         """
-        options, captured, epoch = (
-            self.fit.options,
-            self.graphs,
-            self.fit.trainer.current_epoch,
-        )
+        options, captured, epoch = self.fit.options, self.graphs, self.fit.trainer.current_epoch
         record = self.records.get(key)
         if record is None or record.graphs is None:
             is_beyond = record is None and len(self.records) >= MOST_SIGNATURES

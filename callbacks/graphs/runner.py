@@ -237,7 +237,7 @@ def check_run(trainer: Trainer, is_step: bool) -> list[str]:
     if not is_step:
         reasons |= {
             "With `zero3` on several ranks weights of single modules lie where others lay before."
-            " Capture the whole step.": is_zero3 and trainer.world_size > 1,
+            " Capture the whole step.": is_zero3 and trainer.world_size > 1
         }
     else:
         loggers = names_read(module, "training_step") & {"logger", "loggers"}
