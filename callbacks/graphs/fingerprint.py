@@ -144,7 +144,8 @@ def tensors_of(root: nn.Module) -> dict[str, Tensor]:
     def note(name: str, value: Any, depth: int) -> None:
         if isinstance(value, Tensor):
             # Nobody can write into a tensor of an inference, but in an inference.
-            if not (isinstance(value, nn.Parameter) or value.is_inference()):
+            is_fixed = isinstance(value, nn.Parameter) or value.is_inference()
+            if not is_fixed and value.layout is torch.strided:
                 found[f"`self.{name}`"] = value
         elif depth:
             for key, each in _items_of(value) or ():
