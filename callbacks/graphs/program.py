@@ -568,9 +568,8 @@ class Program(Part):
 
     def _find_foreign(self, inputs: list[Tensor], outputs: list[Tensor]) -> list[str]:
         """Return what is wrong with parameters of others that ``outputs`` depend on."""
-        optimizers = self.fit.trainer.optimizers
-        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-        names = {p: "a tensor of the optimizer" for group in groups for p in group}
+        groups = [group for each in self.fit.trainer.optimizers for group in each.param_groups]
+        names = {p: "a tensor of the optimizer" for group in groups for p in group["params"]}
         names |= {parameter: name for name, parameter in self.fit.root.named_parameters()}
         foreign = leaves_between(inputs, outputs).difference(self.module.parameters())
         return [
