@@ -32,20 +32,23 @@ class CUDAGraphStep(Callback):
     All these eager micro-batches run their backward twice, the first time with a gradient that is
     made up, for the comparison: a gradient of 16-mixed that needs the loss scale may be zero in it.
     What a backward hook does to a number outside of the module, it does twice then. They take
-    memory for the activations until both are over, and for copies of buffers and gradients. A line
-    at the end of the fit says how many were verified.
+    memory for their activations beside the graphs' pool, until both are over, and for copies of
+    gradients, of buffers and of all other tensors that the module keeps. A line at the end of the
+    fit says how many were verified. The graph of an optimizer's update is never compared.
 
     **Refused in the first eager steps**, with the reason, is what a replay would leave undone: a
     wait for a value, an attribute that the step assigns or extends (a generator's state, too),
     printing, use of ``self.logger``, an update of a metric, what is logged or returned in some
-    steps only, writing to parameters or to the batch; and, but for `zero3`, a hook of a parameter
-    (``register_hook``) and a re-entrant checkpoint. The comparison finds random numbers of Python
-    or numpy.
+    steps only, writing to parameters or to the batch, a second backward of the same outputs; and,
+    but for `zero3`, a hook of a parameter (``register_hook``) and a re-entrant checkpoint. The
+    comparison finds a number that is logged or returned and changes from step to step, and random
+    numbers of Python or numpy.
 
     **Changes.** Before each replay the callback compares weights, hooks of modules, modes and the
     attributes of modules and of the Trainer that the code of the step mentions, with their numbers,
-    texts, flags, lists and namespaces. A change leads to a new capture; what changes in every step
-    keeps the step eager, and is named.
+    texts, flags, lists and namespaces. On a GPU the values of a tensor on the CPU are numbers, too
+    (of more than 64, whether torch has written into them). A change leads to a new capture; what
+    changes in every step keeps the step eager, and is named.
 
     **Seen late, or not.** Any other value that changes within an epoch, when the step is no longer
     verified, is found at the next epoch's first micro-batch, and replays since the change have
@@ -76,14 +79,16 @@ class CUDAGraphStep(Callback):
             CUDA steps run eagerly all the same.
         optimizer: capture the optimizer's update too, in a graph of its own. The optimizer must be
             made with ``capturable=True`` (or ``fused=True``, where it has no such option). A
-            learning rate that changes must be a tensor, which schedulers write into as ever.
+            learning rate that changes must be a tensor on the device, which schedulers write into
+            as ever.
             Clipping, loss scaling and schedulers run eagerly; a fused optimizer that takes the loss
             scale of 16-mixed is left eager.
         modules: capture only these modules, by patterns of their names
             (``["encoder", "blocks.*"]``), for a model whose step cannot be captured as a whole. The
             rest of the step is free, manual optimization included. If a module runs several times
-            before a backward, its first run is replayed. Other outputs that get gradients than in
-            its eager runs are an error, and so is a weight that is written before the backward.
+            before a backward, its first run is replayed; in a validation it runs eagerly. Other
+            outputs that get gradients than in its eager runs are an error, and so are a second
+            backward and a weight that is written before the backward.
             Such modules exchange nothing inside, so each rank captures the shapes of its own
             inputs. `zero3` on several ranks is refused. A module that cannot be captured is
             reported before the next micro-batch.

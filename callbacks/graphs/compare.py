@@ -1,7 +1,8 @@
-"""Compares a replay with an eager run of the same, bit by bit."""
+"""Compares a replay with an eager run of the same, number by number."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ...strategies.support import capture_random_states, restore_random_states
@@ -50,7 +51,7 @@ def values_in(tree: Any, name: str) -> dict[str, Any]:
 
 
 def same(a: Tensor, b: Tensor, noisy: bool = False) -> bool:
-    """Return whether two tensors have the same bits; NaN is NaN, and ``0.0`` is ``-0.0``.
+    """Return whether two tensors have equal values; NaN is NaN, and ``0.0`` is ``-0.0``.
 
     Args:
         a: a tensor.
@@ -67,24 +68,18 @@ def same(a: Tensor, b: Tensor, noisy: bool = False) -> bool:
     return bool((a.double() - b.double()).norm() <= tolerance * b.double().norm())
 
 
-def first_difference(
-    a: dict[str, Any],
-    b: dict[str, Any],
-    runs: tuple[str, str] = ("in the replay", "in the eager step"),
-    noisy: bool = False,
-) -> str | None:
-    """Return in words the first of some named values in which two runs differ, or None.
+def first_difference(a: dict[str, Any], b: dict[str, Any], noisy: bool = False) -> str | None:
+    """Return in words the first value in which a replay and an eager run differ, or None.
 
     Args:
-        a: tensors, constants and other objects of one run by name.
-        b: those of the other.
-        runs: what the runs are called.
+        a: tensors, constants and other objects of the replay by name.
+        b: those of the eager run.
         noisy: see :func:`same`.
     """
     for name in b | a:
         x, y = a.get(name), b.get(name)
         if (name in a) != (name in b):
-            return f"{name} is there {runs[name in b]} only"
+            return f"{name} is there in the {'eager step' if name in b else 'replay'} only"
         if isinstance(x, Tensor) and isinstance(y, Tensor):
             if same(x, y, noisy):
                 continue
@@ -92,7 +87,7 @@ def first_difference(
                 return f"{name} is up to {(x.double() - y.double()).abs().max().item():.3g} apart"
         elif x is y or (is_constant(x) and repr(x) == repr(y)):
             continue
-        return f"{name} is {_text(x)} {runs[0]} and {_text(y)} {runs[1]}"
+        return f"{name} is {_text(x)} in the replay and {_text(y)} in the eager step"
     return None
 
 
@@ -103,35 +98,38 @@ def _text(value: Any) -> str:
 
 
 class States:
-    """Copies of what a program changes in place: buffers, random states, gradients of `zero3`.
+    """Copies of what a program changes in place: tensors, random states, gradients of `zero3`.
 
     Args:
-        module: the module with the buffers.
+        tensors: the tensors, by name.
         engine: the engine to whose gradients the program adds, of which this rank's parts are
-            copied.
+            copied, beside the units whose backward is to come.
 
     Attributes:
         values: the copies, by a name for messages.
     """
 
-    def __init__(self, module: nn.Module, engine: Any) -> None:
-        self._gradients = engine and engine.gradients
+    def __init__(self, tensors: dict[str, Tensor], engine: Any) -> None:
+        self._tensors, self._gradients = tensors, engine and engine.gradients
         self._random = capture_random_states()
         entries = self._gradients.trained if engine else []
-        self._buffers = {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
+        self._coming = engine.passes.coming if engine else deque[int]()
+        self._units = tuple(self._coming)
         self._entries = {f"the gradient of {entry.name}": entry for entry in entries}
         parts = {name: self._gradients.part(entry) for name, entry in self._entries.items()}
-        found = self._buffers | {name: part for name, part in parts.items() if part is not None}
+        found = tensors | {name: part for name, part in parts.items() if part is not None}
         self.values = {name: copy_of(tensor) for name, tensor in found.items()}
         self.values |= values_in(self._random, "the random state")
 
     def restore(self) -> None:
         """Write the values back."""
-        for name, buffer in self._buffers.items():
-            # hazard: autograd may have saved the buffer; `data` has no part in its version.
-            if not same(buffer.detach(), self.values[name]):
-                buffer.data.copy_(self.values[name])
+        for name, tensor in self._tensors.items():
+            # hazard: autograd may have saved the tensor; `data` has no part in its version.
+            if not same(tensor.detach(), self.values[name]):
+                tensor.data.copy_(self.values[name])
         restore_random_states(self._random)
+        self._coming.clear()
+        self._coming.extend(self._units)
         for name, entry in self._entries.items():
             if name in self.values:
                 self._gradients.room_for(entry).copy_(self.values[name])

@@ -1,6 +1,6 @@
 """`CudaGraphs` and, for machines without CUDA, `SoftwareGraphs` make the graphs of one run.
 
-The CUDA graphs of a run share a stream and a memory pool.
+The CUDA graphs of a run share a stream, and those of a step and of optimizers a memory pool.
 """
 
 from __future__ import annotations

@@ -28,12 +28,17 @@ _ALWAYS = {"training", "_modules", "_hparams", *_HOOKS}
 _BASES = (LightningModule, *LightningModule.__mro__)  # whose methods are not the user's
 
 
-def state_of(value: Any, depth: int = 2) -> Any:
+def state_of(value: Any, device: torch.device, depth: int = 2) -> Any:
     """Return the present state of an attribute, to be compared by ``==``.
 
     It is the value of a constant; the identity, address and ``requires_grad`` of a tensor; the
     state of a generator; and the contents of a short list or dict, a namespace or a dataclass. Of
     any other object it is the identity, beside the object, so that no other one gets its address.
+
+    Args:
+        value: the value of the attribute.
+        device: where graphs are replayed; see :func:`value_of`.
+        depth: of lists, dicts and namespaces inside of each other that are looked into.
     """
     if isinstance(value, dict) and not value:  # most are hooks
         return dict
@@ -42,18 +47,40 @@ def state_of(value: Any, depth: int = 2) -> Any:
     if isinstance(value, Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             has_address = value.layout is torch.strided and not isinstance(value, ShardedParameter)
-            return id(value), value, has_address and value.data_ptr(), value.requires_grad
+            address = has_address and value.data_ptr()
+            return id(value), value, address, value.requires_grad, value_of(value, device)
     if isinstance(value, torch.Generator):
         return id(value), value, value.get_state().tolist()
+    items = _items_of(value) if depth else None
+    if items is None:
+        return id(value), value
+    return type(value), [(key, state_of(each, device, depth - 1)) for key, each in items]
+
+
+def value_of(tensor: Tensor, device: torch.device) -> Any:
+    """Return the values that graphs on ``device`` keep if they read a tensor on the CPU, or None.
+
+    A kernel gets a number that is on the CPU as an argument, which replays repeat. For the values
+    of a large tensor its version stands.
+    """
+    is_read = tensor.device.type == "cpu" != device.type and tensor.layout is torch.strided
+    if not is_read:
+        return None
+    if tensor.numel() <= _LONGEST:
+        return repr(tensor.tolist())
+    return tensor.is_inference() or tensor._version
+
+
+def _items_of(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return what is in a short list or dict, a namespace or a dataclass; None for others."""
     if isinstance(value, SimpleNamespace | Namespace) or (
         is_dataclass(type(value)) and hasattr(value, "__dict__")
     ):
         value = vars(value)
-    is_short = isinstance(value, list | tuple | deque | set | frozenset | dict) and depth
-    if not is_short or len(value) > _LONGEST:
-        return id(value), value
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    return type(value), [(key, state_of(each, depth - 1)) for key, each in items]
+    is_plain = isinstance(value, list | tuple | deque | set | frozenset | dict)
+    if not is_plain or len(value) > _LONGEST:
+        return None
+    return [*(value.items() if isinstance(value, dict) else enumerate(value))]
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
@@ -106,6 +133,29 @@ def attributes_of(root: nn.Module, method: str | None = None) -> Iterator[Spot]:
                 yield f"{path}.{key}".lstrip("."), partial(table.get, key)
 
 
+def tensors_of(root: nn.Module) -> dict[str, Tensor]:
+    """Return by name the tensors that ``root`` and the modules inside it keep beside parameters.
+
+    These are buffers, and tensors in other attributes, also in those that :func:`state_of` looks
+    into: a program may write into them in place.
+    """
+    found = dict[str, Tensor]()
+
+    def note(name: str, value: Any, depth: int) -> None:
+        if isinstance(value, Tensor):
+            # Nobody can write into a tensor of an inference, but in an inference.
+            is_fixed = isinstance(value, nn.Parameter) or value.is_inference()
+            if not is_fixed and value.layout is torch.strided:
+                found[f"`self.{name}`"] = value
+        elif depth:
+            for key, each in _items_of(value) or ():
+                note(f"{name}[{key!r}]", each, depth - 1)
+
+    for name, get in attributes_of(root):
+        note(name, get(), 2)
+    return found
+
+
 class Fingerprint:
     """Tells when graphs of a module are out of date.
 
@@ -128,8 +178,9 @@ class Fingerprint:
                 spots.append((f"trainer.{key}", partial(getattr, trainer, key)))
         # What gets each value; the value, if only an assignment can change it; and its state.
         self._spots: list[tuple[str, Callable[[], Any], Any, Any]] = []
+        self._device = trainer.strategy.root_device
         for name, get in spots:
-            state = state_of(value := get())
+            state = state_of(value := get(), self._device)
             is_fixed = is_constant(value) or state == (id(value), value)
             self._spots.append((name, get, value if is_fixed else self, state))
 
@@ -138,5 +189,5 @@ class Fingerprint:
         return [
             f"`{name}`"
             for name, get, fixed, state in self._spots
-            if (value := get()) is not fixed and state_of(value) != state
+            if (value := get()) is not fixed and state_of(value, self._device) != state
         ]

@@ -54,13 +54,15 @@ class CapturedModule(Program):
             )
         if changes := self.changes():
             self.recapture(changes)
-        device = self.fit.device.type
-        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        key = signature(inputs), autocast
+        device = self.fit.device
+        is_on, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+        key = signature(inputs, device), is_on(device.type), dtype(device.type)
         known = self.records.get(key, Record()).graphs
         if known is not None and known.is_busy:
             return None  # it runs twice before a backward
         record = self.choose(key)
+        if record is not None and not (any(record.given) or record.problems):
+            record.is_replay = False  # the backward of the last run may be still to come
         self.is_eager |= bool(self.problems)  # the other ranks follow before the next batch
         return None if self.is_eager else record
 

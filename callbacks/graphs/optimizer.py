@@ -89,10 +89,12 @@ class CapturedOptimizer(Part):
     def _state(self) -> dict[str, Any]:
         """Return by name what a captured update depends on; of tensors the objects, not values."""
         scale = "`found_inf`, by which 16-mixed tells fused optimizers of overflows,"
-        found = {scale: state_of(getattr(self._owner, "found_inf", None))}
+        device = self.fit.device
+        found = {scale: state_of(getattr(self._owner, "found_inf", None), device)}
         for number, group in enumerate(self._owner.param_groups):
             where = f"of param group {number}"
-            found |= {f"`{n}` {where}": state_of(v) for n, v in group.items() if n != "params"}
+            options = [(n, value) for n, value in group.items() if n != "params"]
+            found |= {f"`{n}` {where}": state_of(value, device) for n, value in options}
             found[f"The list of parameters, or their state or gradients, {where}"] = [
                 (id(each), each)
                 for p in group["params"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import sys
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
@@ -20,9 +20,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import PackedSequence
 
 from ...strategies.engine import ReplayedStep, rehearsed_backward
-from .compare import LogTape, States, first_difference, tensors_in, values_in
+from .compare import LogTape, States, first_difference, replaced, tensors_in, values_in
 from .device import CudaGraphs, SoftwareGraphs
-from .fingerprint import Fingerprint, attributes_of, state_of
+from .fingerprint import Fingerprint, attributes_of, state_of, tensors_of, value_of
 
 MOST_SIGNATURES = 200  # signatures of inputs for which records are kept
 MOST_IN_VAIN = 5  # captures in a row that went out of date before they paid
@@ -38,41 +38,32 @@ _CHANGING = (
 )
 
 
-@dataclass
 class Fit:
     """A fit of which something is captured.
 
-    Attributes:
+    Args:
         trainer: its trainer.
         root: the module that it trains.
         graphs: makes the graphs.
         options: the `CUDAGraphStep`.
+
+    Attributes:
+        device: the device of the training.
+        engine: the engine of `zero3`; None with other strategies.
+        stack: leaves everything as it was before the fit.
     """
 
-    trainer: Trainer
-    root: LightningModule
-    graphs: CudaGraphs | SoftwareGraphs
-    options: Any
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the training."""
-        return self.trainer.strategy.root_device
-
-    @property
-    def engine(self) -> Any:
-        """The engine of `zero3`; None with other strategies."""
-        return getattr(self.trainer.strategy, "engine", None)
-
-
-class NoBooks:
-    """Takes the place of `ReplayedStep`, which keeps an engine's books, where there is none."""
-
-    def capturing(self, part: int) -> AbstractContextManager[None]:
-        """Wrap a capture."""
-        return nullcontext()
-
-    replaying = capturing
+    def __init__(
+        self,
+        trainer: Trainer,
+        root: LightningModule,
+        graphs: CudaGraphs | SoftwareGraphs,
+        options: Any,
+    ) -> None:
+        self.trainer, self.root, self.graphs, self.options = trainer, root, graphs, options
+        self.device = trainer.strategy.root_device
+        self.engine: Any = getattr(trainer.strategy, "engine", None)
+        self.stack = ExitStack()
 
 
 class Captured:
@@ -94,7 +85,9 @@ class Captured:
     def __init__(self, program: Program, record: Record, inputs: Any) -> None:
         self.program, self.given = program, record.given
         engine, graphs = program.engine, program.fit.graphs
-        self._books: Any = NoBooks() if engine is None else ReplayedStep(engine)
+        books = None if engine is None else ReplayedStep(engine)
+        self._in_replay: Any = nullcontext if books is None else books.replaying
+        self._in_capture: Any = nullcontext if books is None else books.capturing
         self._pair = graphs.make_pair(record.offsets, program.has_own_pool)
         self._tape = LogTape(program.fit.root)
         self._is_noisy: bool | None = None  # two replays of the same give other bits
@@ -126,17 +119,16 @@ class Captured:
         Raises:
             RuntimeError: replaces a `RuntimeError` of the body, after which CUDA cannot go on.
         """
-        with self._books.replaying(part):
+        with self._in_replay(part):
             try:
-                with self._pair[part].capture(), self._books.capturing(part):
+                with self._pair[part].capture(), self._in_capture(part):
                     yield
             except RuntimeError as error:
                 raise RuntimeError(
                     f"CUDAGraphStep: capturing the {('forward', 'backward')[part]} of"
                     f" {self.program.name} failed: it does something that no graph can hold and"
-                    " that eager steps did not show (see the error above). Run without"
-                    " `CUDAGraphStep`, or choose the modules that are captured,"
-                    " `CUDAGraphStep(modules=...)`."
+                    " that eager steps did not show (see the error above). Run it without a graph:"
+                    " capture other modules, `CUDAGraphStep(modules=...)`, or nothing."
                 ) from error
 
     @torch.no_grad()
@@ -156,7 +148,7 @@ class Captured:
         return apply_to_collection(self.output, Tensor, lambda _: next(results))
 
     def _replay(self, part: int) -> None:
-        with self._books.replaying(part):
+        with self._in_replay(part):
             self._pair[part].replay()
 
     def replay_backward(self, root_grads: Sequence[Tensor]) -> list[Tensor]:
@@ -184,6 +176,8 @@ class Captured:
             root_grads: the gradients that its backward began with.
             expected: its results.
         """
+        if [each.shape for each in root_grads] != [each.shape for each in self._root_grads]:
+            return "there are other outputs, or outputs of other shapes, that need gradients"
         before.restore()
         found = self._replay_all(root_grads)
         if self._is_noisy is None:
@@ -227,15 +221,16 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         graphs, name = ctx.graphs, ctx.graphs.program.name
         _ = ctx.saved_tensors  # raises if a weight was written since the forward
-        if graphs.user() is not ctx:
+        if ctx.is_over or graphs.user() is not ctx:
+            # hazard: the memory of what a backward needs has other contents by then.
             raise RuntimeError(
-                f"{name}, which is captured, ran again before a second backward of its earlier"
-                " run. Run backward first."
+                f"{name}, which is captured, is differentiated twice, or ran again before the"
+                " backward of its earlier run. Run one backward after each run."
             )
         if [g is not None for g in grads] != graphs.given:
             raise RuntimeError(
-                f"{name}: other outputs get gradients now than in its eager runs. Leave it out of"
-                " `CUDAGraphStep(modules=...)`."
+                f"{name}: other outputs get gradients now than in its eager runs, as no graph can"
+                " give. Run it without one."
             )
         ctx.is_over = True
         found = graphs.replay_backward([g for g in grads if g is not None])
@@ -247,12 +242,13 @@ def named(inputs: Iterable[Tensor]) -> dict[str, Tensor]:
     return {f"input {k}": tensor for k, tensor in enumerate(inputs)}
 
 
-def signature(inputs: Any) -> Hashable:
-    """Return a key that is equal for inputs which one graph can take."""
+def signature(inputs: Any, device: torch.device) -> Hashable:
+    """Return a key that is equal for inputs which one graph on ``device`` can take."""
 
     def describe(tensor: Tensor) -> tuple:
         place = tensor.layout is torch.strided and tensor.stride(), tensor.device
-        return tensor.shape, tensor.dtype, tensor.requires_grad, place
+        kept = value_of(tensor, device)
+        return tensor.shape, tensor.dtype, tensor.requires_grad, place, kept
 
     # Recurrent layers read `batch_sizes` on the host: a graph would keep the values.
     plain = apply_to_collection(
@@ -273,7 +269,7 @@ class Record:
         problems: why a step with such inputs cannot be captured; one that comes seldom need not be.
         offsets: see :func:`~.random_states.note_offsets`; of the last eager run.
         given: which outputs got gradients, in the last eager run with a backward.
-        kind: numbers, and shapes of tensors, that the last eager run returned and logged, by name.
+        names: names of what the first eager run returned and logged.
         epoch: of the last run.
     """
 
@@ -283,8 +279,19 @@ class Record:
     problems: list[str] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     given: list[bool] = field(default_factory=list)
-    kind: dict[str, Any] | None = None
+    names: Set[str] = frozenset()
     epoch: int = -1
+
+
+class _Replacement(partial):
+    """Takes the place of a method; a copy of the method's owner gets its own method."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.__wrapped__,)  # type: ignore[attr-defined]  # of `functools.wraps`
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 class Part:
@@ -309,16 +316,15 @@ class Part:
         replays: number of replays.
         verified: number of replays that were compared with eager runs.
         recaptures: number of times that its graphs went out of date.
+        call: takes the place of the method.
+        drop: frees the graphs.
     """
 
+    call: Callable[..., Any]
+    drop: Callable[[], None]
+
     def __init__(
-        self,
-        name: str,
-        fit: Fit,
-        owner: Any,
-        method: str,
-        paying: int = 1,
-        remedy: str = _CHANGING,
+        self, name: str, fit: Fit, owner: Any, method: str, paying: int = 1, remedy: str = _CHANGING
     ) -> None:
         self.name, self.fit, self.problems = name, fit, list[str]()
         self.is_eager = False
@@ -327,31 +333,17 @@ class Part:
         self._paying, self._remedy = paying, remedy
         self._in_vain = self._replays_before = 0
         self._owner, self._method, self.eager = owner, method, getattr(owner, method)
-        self._own = {name: own for name, own in vars(owner).items() if name == method}
-        vars(owner)[method] = wraps(self.eager)(partial(self.call))
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Take the place of the method."""
-        raise NotImplementedError
+        replacement = {method: wraps(self.eager)(_Replacement(self.call))}
+        fit.stack.enter_context(replaced(vars(owner), replacement))
 
     @property
     def graphs(self) -> list[Captured]:
         """All graphs of a program."""
         return [record.graphs for record in self.records.values() if record.graphs is not None]
 
-    def drop(self) -> None:
-        """Free the graphs."""
-        raise NotImplementedError
-
     def stop(self) -> None:
         """Run eagerly from now on."""
         self.is_eager = True
-        self.drop()
-
-    def uninstall(self) -> None:
-        """Free the graphs and restore the method."""
-        del vars(self._owner)[self._method]
-        vars(self._owner).update(self._own)
         self.drop()
 
     def recapture(self, changes: list[str]) -> None:
@@ -383,9 +375,14 @@ class Program(Part):
 
     Attributes:
         module: the module.
+        engine: the engine of `zero3`, if the program adds to its gradients.
         has_own_pool: whether other graphs may be replayed between a forward and its backward.
+        decide: returns the record of some inputs, which says how to run; None: eagerly, and not
+            looked at.
     """
 
+    decide: Callable[[Any], Record | None]
+    engine: Any = None
     has_own_pool = False
 
     def __init__(self, name: str, fit: Fit, module: nn.Module, method: str) -> None:
@@ -394,21 +391,13 @@ class Program(Part):
         self._fingerprint: Fingerprint | None = None
         self._unverified = 0  # replays since the last comparison
 
-    @property
-    def engine(self) -> Any:
-        """The engine of `zero3`, if the program adds to its gradients."""
-        return None
-
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Take the place of the method."""
         self.steps += 1
-        needed = not self.is_eager and torch.is_grad_enabled()
+        is_training = self.fit.trainer.training and torch.is_grad_enabled()
+        needed = is_training and not self.is_eager
         record = self.decide((args, kwargs)) if needed else None
         return self.eager(*args, **kwargs) if record is None else self.run(record, (args, kwargs))
-
-    def decide(self, inputs: Any) -> Record | None:
-        """Return the record of the inputs, which says how to run; None: eagerly, not looked at."""
-        raise NotImplementedError
 
     def choose(self, key: Hashable) -> Record | None:
         """Do what :meth:`decide` does, for inputs of this signature.
@@ -416,11 +405,7 @@ class Program(Part):
         The first run in each epoch is eager, so a shape that comes once an epoch, such as a ragged
         last batch, is never captured.
         """
-        options, captured, epoch = (
-            self.fit.options,
-            self.graphs,
-            self.fit.trainer.current_epoch,
-        )
+        options, captured, epoch = self.fit.options, self.graphs, self.fit.trainer.current_epoch
         record = self.records.get(key)
         if record is None or record.graphs is None:
             is_beyond = record is None and len(self.records) >= MOST_SIGNATURES
@@ -434,10 +419,8 @@ class Program(Part):
                 return None
         record = self.records.setdefault(key, Record())
         begins_epoch, record.epoch = record.epoch != epoch, epoch
-        # The backward of the last run may be still to come, or there was none.
-        is_known = any(record.given) or bool(record.problems)
         most = options.warmup if record.graphs is None else options.verify
-        record.is_replay = is_known and record.looked >= most and not begins_epoch
+        record.is_replay = record.looked >= most and not begins_epoch
         if record.is_replay:
             self.problems += record.problems
         return record
@@ -476,7 +459,7 @@ class Program(Part):
 
     def snapshot(self) -> States:
         """Copy what the program changes in place."""
-        return States(self.module, self.engine)
+        return States(tensors_of(self.module), self.engine)
 
     def results(self, grads: dict[str, Tensor]) -> dict[str, Any]:
         """Return what a run has changed, and gradients that it computed, by name."""
@@ -507,7 +490,10 @@ class Program(Part):
         graphs, tape, before = record.graphs, LogTape(self.fit.root), self.snapshot()
         problems = record.problems
         record.looked += 1
-        args, kwargs = inputs = apply_to_collection(inputs, Tensor, _alias)
+        if any(tensor.requires_grad for tensor in tensors_in(inputs)):
+            # Containers are made anew: what the program puts into one, its caller would not see.
+            inputs = apply_to_collection(inputs, Tensor, _alias)
+        args, kwargs = inputs
         tensors, looks = tensors_in(inputs), self._look(inputs)
         with self._watching(problems, record.offsets), tape.record():
             output = self.eager(*args, **kwargs)
@@ -537,19 +523,12 @@ class Program(Part):
             if tensor.layout is not torch.strided
         ]
         problems += self._find_foreign(tensors, outputs)
-        if output is None:  # and no backward comes
-            problems.append(
-                f"`{self._method}` returned no loss. Return one that is zero, so that every step is"
-                " the same."
-            )
         if graphs is None:
-            last, record.kind = record.kind, {n: _kind(value) for n, value in values.items()}
-            turns = "in one step", "in the next"
-            change = None if last is None else first_difference(last, record.kind, turns)
-            if change is not None:
-                problems.append(
-                    f"What is logged or returned changes from step to step: {change}, {_REMEDY}"
-                )
+            record.names = record.names or values.keys()
+            problems += [
+                f"{name} is logged or returned in some steps only, {_REMEDY}"
+                for name in sorted(record.names ^ values.keys())[:1]
+            ]
         else:
             change = graphs.compare(before, root_grads, values | self.results(grads))
             if change is not None:
@@ -558,14 +537,21 @@ class Program(Part):
             self.verified += 1
             self.problems += problems
         after.restore()
-        seen = [False] * len(outputs)
+        seen, passes = [False] * len(outputs), set[int]()
+        found = problems if graphs is None else self.problems
 
         def note(k: int, gradient: Tensor | None) -> None:
             if gradient is None:  # as of `DistributedDataParallel`
                 return
             seen[k], record.given = True, seen
+            passes.add(torch._C._current_graph_task_id())
+            if len(passes) > 1:
+                found.append(
+                    "It is differentiated twice, and a graph of its backward can be replayed only"
+                    " once. Add up the losses, and run one backward."
+                )
             if graphs is not None and not given[k]:
-                self.problems.append(self._differs("other outputs get gradients than before"))
+                found.append(self._differs("other outputs get gradients than before"))
 
         # The hooks are those of other tensors, as one output may be computed from another.
         output = apply_to_collection(output, Tensor, _alias)
@@ -582,9 +568,8 @@ class Program(Part):
 
     def _find_foreign(self, inputs: list[Tensor], outputs: list[Tensor]) -> list[str]:
         """Return what is wrong with parameters of others that ``outputs`` depend on."""
-        optimizers = self.fit.trainer.optimizers
-        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-        names = {p: "a tensor of the optimizer" for group in groups for p in group}
+        groups = [group for each in self.fit.trainer.optimizers for group in each.param_groups]
+        names = {p: "a tensor of the optimizer" for group in groups for p in group["params"]}
         names |= {parameter: name for name, parameter in self.fit.root.named_parameters()}
         foreign = leaves_between(inputs, outputs).difference(self.module.parameters())
         return [
@@ -595,10 +580,9 @@ class Program(Part):
 
     def _look(self, inputs: Any) -> dict[str, Any]:
         """Return what a replay leaves as it is, by what changes it."""
-        tensors = tensors_in(inputs)
-        spots = attributes_of(self.module)
-        found: dict[str, Any] = {f"changes `self.{name}`": state_of(get()) for name, get in spots}
-        found["writes to its inputs"] = [(t._version, t.requires_grad) for t in tensors]
+        tensors, spots, device = tensors_in(inputs), attributes_of(self.module), self.fit.device
+        found: dict[str, Any] = {f"changes `self.{n}`": state_of(get(), device) for n, get in spots}
+        found["writes to its inputs"] = signature(inputs, device), [t._version for t in tensors]
         with torch._C.DisableTorchFunctionSubclass():
             found["writes to parameters"] = [p._version for p in self.module.parameters()]
         return found
@@ -634,10 +618,6 @@ class Program(Part):
 
 def _alias(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
-
-
-def _kind(value: Any) -> Any:
-    return f"of shape {list(value.shape)}" if isinstance(value, Tensor) else value
 
 
 def leaves_between(inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> set[Tensor]:

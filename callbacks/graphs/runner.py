@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -35,23 +34,18 @@ class Step(Program):
     fit: Runner
     _last = -1
 
+    def __init__(self, fit: Runner) -> None:
+        super().__init__("the training step", fit, fit.root, "training_step")
+        self.engine = fit.engine
+
     def drop(self) -> None:
         """Free all graphs, and with them the memory pool."""
         super().drop()
         for part in self.fit.parts[1:]:
             part.drop()
         self.fit.graphs.pools.clear()
-
-    def stop(self) -> None:
-        """Run eagerly from now on."""
-        super().stop()
         if self.engine is not None:
             self.engine.expect_graphs(False)
-
-    @property
-    def engine(self) -> Any:
-        """The engine of `zero3`, to whose gradients the step adds."""
-        return self.fit.engine
 
     def decide(self, inputs: Any) -> Record | None:
         """See :meth:`Program.decide`; collective.
@@ -64,7 +58,7 @@ class Step(Program):
         if now == self._last:
             return None  # it runs again for the same micro-batch
         self._last, changes = now, self.changes()
-        digest = hash(signature(inputs[0][0])) >> 1  # an int64 above the least
+        digest = hash(signature(inputs[0][0], self.fit.device)) >> 1  # an int64 above the least
         digests, is_stale = self.fit.agree([digest, bool(changes)])
         if self.is_eager:
             return None
@@ -72,6 +66,11 @@ class Step(Program):
             self.recapture(changes)
         record = self.choose(digests)
         if record is not None and record.is_replay and record.graphs is None:
+            if not any(record.given):
+                self.problems.append(
+                    "`training_step` returned no loss, or one that needs no gradient, or no"
+                    " backward of it came. Return one that is zero, so that every step is the same."
+                )
             self.fit.agree()
         return None if self.is_eager else record
 
@@ -96,13 +95,12 @@ class Runner(Fit):
             make_collectives(group, self.device) if self.engine is None else self.engine.collectives
         )
         self._size = self._communicator.world_size * self._communicator.replicas
-        self._stack = ExitStack()
 
     def install(self) -> None:
         """Replace the methods of what is captured; collective."""
-        self._stack.enter_context(self.graphs.in_stream())
+        self.stack.enter_context(self.graphs.in_stream())
         # What `torch.compile` makes from here on can be differentiated twice.
-        self._stack.enter_context(functorch_config.patch(donated_buffer=False))
+        self.stack.enter_context(functorch_config.patch(donated_buffer=False))
         patterns, optimizers = self.options.modules, self.trainer.optimizers
         problems = check_run(self.trainer, patterns is None)
         found = {} if patterns is None else find_modules(self.root, patterns)
@@ -114,17 +112,17 @@ class Runner(Fit):
                 for name, module in found.items()
             ]
         else:
-            self.step = Step("the training step", self, self.root, "training_step")
+            self.step = Step(self)
             captured = optimizers if self.options.optimizer else []
             self.parts = [self.step, *(CapturedOptimizer(each, self) for each in captured)]
 
     def uninstall(self) -> None:
         """Free the graphs and restore all methods."""
         for part in self.parts:
-            part.uninstall()
+            part.drop()
         self.parts = []
         self.graphs.pools.clear()
-        self._stack.close()
+        self.stack.close()
 
     def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return the ``numbers`` of each rank, in rank order.
@@ -239,7 +237,7 @@ def check_run(trainer: Trainer, is_step: bool) -> list[str]:
     if not is_step:
         reasons |= {
             "With `zero3` on several ranks weights of single modules lie where others lay before."
-            " Capture the whole step.": is_zero3 and trainer.world_size > 1,
+            " Capture the whole step.": is_zero3 and trainer.world_size > 1
         }
     else:
         loggers = names_read(module, "training_step") & {"logger", "loggers"}

@@ -53,6 +53,7 @@ class Backward:
         self.coming: deque[int] = deque()
         self.in_step = False  # of the model, for the end of which buffers wait
         self.active = False  # a pass has begun and not ended
+        self.replayed = False  # by a graph, which has reduced units with others inside
         self._ended = False  # one has, since all ranks expected one
         self._run: Callable[[], _Pass | None] | None = None  # what autograd's run holds
         # what other ranks lack of rank 0's buffers, as all ranks agreed, while graphs may need them
@@ -123,6 +124,7 @@ class Backward:
         if not self._joint.running:
             self._gradients.begin_backward()  # or raises, and no pass has begun
         self.active, self._run, self._before = True, None, bytes(self._gradients.used)
+        self.replayed = False
         if not silent:
             this = _Pass()
             self._run = weakref.ref(this)
@@ -192,7 +194,8 @@ class Backward:
             self._visit(self._units[self.coming.popleft()])
         self._leave()
         # a joint step drops gradients
-        for unit in () if self._joint.running else reversed(self._units):
+        is_over = self._joint.running or self.replayed
+        for unit in () if is_over else reversed(self._units):
             if unit.nested or (self._collectives.alone and self._reducer.claimed[unit.index]):
                 self._reducer.reduce(unit)
 

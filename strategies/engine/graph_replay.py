@@ -58,6 +58,7 @@ class ReplayedStep:
         yield
         for unit in units:
             unit.replayed(not part and unit in self._filled)
+        self._engine.passes.replayed = bool(part)
         # so that what keeps the module's buffers equal on all ranks sees it
         increment_version(self._written[part])
 

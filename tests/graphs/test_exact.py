@@ -1,9 +1,11 @@
 """A captured run and an eager run are the same, in everything that Lightning promises."""
 
 from array import array
+from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
@@ -152,6 +154,38 @@ def test_a_step_that_runs_again_in_its_micro_batch_or_in_a_validation_is_eager_t
     assert_same_run(mine, fit(RunsAgain(), strategy=strategy, max_epochs=3))
 
 
+class KeepsSums(Net):
+    """Writes into tensors that are no buffers: in an attribute, in a dict, in a namespace."""
+
+    def __init__(self):
+        super().__init__()
+        zeros = torch.zeros(CLASSES, device=recorded.DEVICE)
+        self.confusion, self.averages = zeros, {"scores": zeros.clone()}
+        self.kept, self.read = SimpleNamespace(largest=zeros.clone()), []
+
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        scores = output["scores"].detach()
+        self.confusion.scatter_add_(0, scores.argmax(1), torch.ones_like(scores[:, 0]))
+        self.averages["scores"].mul_(0.9).add_(scores.mean(0))
+        self.kept.largest.data.add_(scores.amax(0))
+        return output
+
+    def on_train_epoch_end(self):
+        kept = self.confusion, self.averages["scores"], self.kept.largest
+        self.read.append([tensor.clone() for tensor in kept])
+
+
+@pytest.mark.parametrize("strategy", ["auto", "zero3"])
+def test_tensors_that_a_step_writes_into_are_written_once_in_a_micro_batch(strategy):
+    callback = Counting(software=True, strict=True)
+    mine = fit(KeepsSums(), callback, strategy=strategy)
+    reference = fit(KeepsSums(), strategy=strategy)
+    assert callback.replays > 10
+    assert_same(mine.module.read, reference.module.read)
+    assert_same_run(mine, reference)
+
+
 class PrintsAtTheEnd(Net):
     """Of the last batch of an epoch, which is smaller: no graph holds that."""
 
@@ -234,6 +268,23 @@ def test_the_memory_tracker_counts_static_inputs(tracker_first):
     found = tracker.run_spreads["memory/graph_inputs_gib"].high * GIB
     assert found == 4 * 12 * 4 + 4 * 8  # a batch of 4 rows of 12 floats, and their labels
     assert graphs.graph_input_nbytes == 0  # a later run of this trainer has none
+
+
+def test_views_of_weights_are_looked_for_while_there_are_no_graphs():
+    """The engine of `zero3` knows whether there are."""
+    known = []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            known.append(trainer.strategy.engine.arena.is_captured)
+            if trainer.global_step == 8:
+                pl_module.net[3].p = 0.05
+
+    mine = fit(Net(), CUDAGraphStep(software=True, strict=True), Looks(), strategy="zero3")
+    # The fourth and, as a number changes, the 13th are captured; the first of an epoch is the 12th.
+    eager = [*range(3), *range(8, 8 + 4)]
+    assert [k for k, is_captured in enumerate(known) if not is_captured] == eager
+    assert not mine.trainer.strategy.engine.arena.is_captured
 
 
 def test_after_a_fit_everything_is_as_before():

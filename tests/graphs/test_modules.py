@@ -1,5 +1,7 @@
 """Chosen modules as graphs, in steps that cannot be captured as a whole."""
 
+import pickle
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -10,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers import recorded
 from helpers.ranks import run_ranks
-from helpers.recorded import CLASSES, Frees, Net, assert_same_run, fit
+from helpers.recorded import CLASSES, Frees, Net, assert_same, assert_same_run, fit
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep
 from lightning_zero3.callbacks.graphs import program
@@ -160,7 +162,7 @@ class RunsBefore(Net):
 class Counting(CUDAGraphStep):
     def on_train_end(self, trainer, pl_module):
         parts = self._runner.parts
-        self.replays = {each.name.split("'")[1]: each.replays for each in parts}
+        self.replays = {each.name.split("'")[1]: each.replays for each in parts if "'" in each.name}
         self.recaptures = sum(each.recaptures for each in parts)
         self.inputs = self.memory_bytes()["inputs"]
         super().on_train_end(trainer, pl_module)
@@ -323,24 +325,38 @@ class HasLogs(Net):
         self.net[2] = Logs(self)
 
 
+class GradientsInValidation(Net):
+    def validation_step(self, batch, batch_idx):
+        with torch.enable_grad():
+            x = batch["x"].clone().requires_grad_()
+            [slope] = torch.autograd.grad(self(x).square().sum(), x)
+        self.log("validation", slope.norm())
+
+
 class AskedOnce(Unasked):
     with_second = (1,)
 
 
-EXACT = {  # and how often a module is replayed at least
-    "a module that logs": (HasLogs, "net", 10),
-    "an output that is asked for once, before the capture": (AskedOnce, "head", 10),
-    "a module without a backward": (Aside, "unused", 0),
+EXACT = {  # options of the run, and how often a module is replayed at least
+    "a module that logs": (HasLogs, "net", 10, {}),
+    "an output that is asked for once, before the capture": (AskedOnce, "head", 10, {}),
+    "a module without a backward": (Aside, "unused", 0, {}),
+    "a validation with gradients": (
+        GradientsInValidation,
+        "net",
+        50,
+        {"max_epochs": 6, "inference_mode": False},
+    ),
 }
 
 
 @pytest.mark.parametrize("case", EXACT)
 def test_captured_modules_that_log_or_get_no_gradient_give_the_eager_run(case):
-    module, name, replays = EXACT[case]
+    module, name, replays, options = EXACT[case]
     callback = Counting(software=True, strict=True, modules=[name])
-    mine = fit(module(), callback)
-    assert callback.replays[name] >= replays
-    assert_same_run(mine, fit(module()))
+    mine = fit(module(), callback, **options)
+    assert callback.replays[name] >= replays and callback.recaptures == 0
+    assert_same_run(mine, fit(module(), **options))
 
 
 @pytest.mark.parametrize(
@@ -489,26 +505,128 @@ def test_gradients_of_other_outputs_than_before_are_an_error():
         fit(AskedLate(), CUDAGraphStep(software=True, modules=["head"]))
 
 
-class BackwardTwice(Manual):
-    """Its first backward comes again when the module has run once more."""
+class TwoLosses(Manual):
+    """Each with a backward of its own, from some step on."""
+
+    twice_from = 0
+
+    def training_step(self, batch, batch_idx):
+        optimizer, is_twice = self.optimizers(), self.global_step >= self.twice_from
+        optimizer.zero_grad()
+        hidden = self.net(batch["x"])
+        loss = self.head(hidden).square().mean()
+        self.manual_backward(loss, retain_graph=is_twice)
+        if is_twice:
+            self.manual_backward(hidden.square().mean())
+        optimizer.step()
+        return {"loss": loss.detach()}
+
+
+class TwoOutputs(TwoLosses):
+    """Of which each loss needs another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Apart(self.net)
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        first, second = self.net(batch["x"])
+        self.manual_backward(self.head(first).square().mean(), retain_graph=True)
+        self.manual_backward(second.square().mean())
+        optimizer.step()
+        return {"loss": first.detach().mean()}
+
+
+class Apart(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        hidden = self.net(x)
+        return (hidden * 2, hidden * 3) if self.training else hidden
+
+
+@pytest.mark.parametrize("module", [TwoLosses, TwoOutputs])
+def test_a_module_that_is_differentiated_twice_is_eager(module):
+    callback, options = Counting(software=True, modules=["net"]), {"limit_val_batches": 0}
+    with pytest.warns(UserWarning, match=r"'net' cannot .*\n  - It is differentiated twice"):
+        mine = fit(module(), callback, **options)
+    assert callback.replays["net"] == 0
+    assert_same_run(mine, fit(module(), **options))
+
+
+class TwiceLater(TwoLosses):
+    twice_from = 8
+
+
+class TwiceWhenItIsVerified(TwoLosses):
+    twice_from = 11  # the first of the second epoch
+
+
+def test_a_second_backward_of_a_replay_is_an_error():
+    options = {"limit_val_batches": 0}
+    message = "module 'net', which is captured, is differentiated twice"
+    with pytest.raises(RuntimeError, match=message):
+        fit(TwiceLater(), CUDAGraphStep(software=True, modules=["net"]), **options)
+    with pytest.warns(UserWarning, match=r"'net' cannot .*\n  - It is differentiated twice"):
+        mine = fit(
+            TwiceWhenItIsVerified(), CUDAGraphStep(software=True, modules=["net"]), **options
+        )
+    assert_same_run(mine, fit(TwiceWhenItIsVerified(), **options))
+
+
+class BackwardLate(Manual):
+    """Its first backward comes when the module has run once more."""
 
     def training_step(self, batch, batch_idx):
         first = self.net(batch["x"]).sum()
-        self.manual_backward(first, retain_graph=True)
-        self.manual_backward(self.net(batch["x"]).sum())
+        if self.global_step >= 8:
+            self.manual_backward(self.net(batch["x"]).sum(), retain_graph=True)
         self.manual_backward(first)
+        self.optimizers().step()
         return {"loss": first.detach()}
 
 
-def test_a_second_backward_of_an_earlier_run_is_an_error():
+def test_a_backward_after_a_later_run_is_the_eager_one():
     options = {"max_epochs": 1, "limit_val_batches": 0}
-    fit(BackwardTwice(), **options)
-    message = (
-        "module 'net', which is captured, ran again before a second backward of its earlier run."
-        " Run backward first"
-    )
-    with pytest.raises(RuntimeError, match=message):
-        fit(BackwardTwice(), CUDAGraphStep(software=True, strict=True, modules=["net"]), **options)
+    callback = Counting(software=True, strict=True, modules=["net"])
+    mine = fit(BackwardLate(), callback, **options)
+    assert callback.replays["net"] > 4
+    assert_same_run(mine, fit(BackwardLate(), **options))
+
+
+class Copies(Callback):
+    """Keeps copies of a module, one made when it is replayed, and one that was pickled."""
+
+    def __init__(self, name):
+        self.name, self.copies = name, []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 8:
+            self.original = original = pl_module.get_submodule(self.name)
+            self.copies = [deepcopy(original), pickle.loads(pickle.dumps(original))]
+            for each in self.copies:
+                each.eval()
+
+    def on_train_end(self, trainer, pl_module):
+        for each in self.copies:
+            for method in ("forward", "training_step"):
+                bound = getattr(each, method, None)
+                assert bound is None or bound.__self__ is each
+            each.load_state_dict(self.original.state_dict())
+        x = torch.randn(3, 12, device=pl_module.device)
+        self.outputs = [each(x) for each in [self.original.eval(), *self.copies]]
+
+
+@pytest.mark.parametrize(("name", "options"), [("net", {"modules": ["net"]}), ("", {})])
+def test_a_copy_of_what_is_captured_runs_by_itself(name, options):
+    callback, copies = Counting(software=True, strict=True, **options), Copies(name)
+    mine = fit(Net(), callback, copies)
+    assert_same(copies.outputs[1:], [copies.outputs[0]] * 2)
+    assert_same_run(mine, fit(Net(), Copies(name)))
 
 
 class NeverTheSame(Callback):

@@ -12,6 +12,8 @@ from helpers import recorded
 from helpers.recorded import Net, assert_same_run, fit, half
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep
+from lightning_zero3.callbacks.graphs import optimizer
+from lightning_zero3.callbacks.graphs.fingerprint import state_of
 from lightning_zero3.callbacks.graphs.runner import GraphCaptureError
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -154,6 +156,16 @@ def cycled(optimizer):
 
 def number(parameters):
     return torch.optim.AdamW(parameters, lr=0.01, fused=True, capturable=True)
+
+
+def on_the_cpu(parameters):
+    return torch.optim.AdamW(parameters, lr=torch.tensor(0.01), fused=True, capturable=True)
+
+
+def test_a_learning_rate_on_the_cpu_is_a_number_to_a_gpu(monkeypatch):
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(optimizer, "state_of", lambda value, device: state_of(value, cuda))
+    test_a_number_that_changes_in_each_step_leaves_the_update_eager(on_the_cpu, cosine, "lr")
 
 
 @pytest.mark.parametrize(

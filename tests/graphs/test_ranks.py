@@ -247,6 +247,19 @@ class HasSums(AllUsed):
         self.net[2] = Sums()
 
 
+class OwnLayers(Net):
+    """The loss of each rank depends on layers of its own."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.before, self.first, self.second = nn.Linear(16, 16), *(nn.Linear(16, 5) for _ in "ab")
+
+    def forward(self, x):
+        hidden = self.frozen(self.net(x))
+        scores = self.first(self.before(hidden)), self.second(hidden)
+        return self.head(hidden) + scores[self.global_rank]
+
+
 UNVALIDATED = {"limit_val_batches": 0}  # a validation gathers units, and makes buffers equal
 ZERO3 = {
     "accumulation, clipping, validation in the middle": {
@@ -263,6 +276,7 @@ ZERO3 = {
         "accumulate_grad_batches": 2,
         **UNVALIDATED,
     },
+    "a loss of other units on each rank": {"module": OwnLayers},
     "optimizer": {
         "module": Fused,
         "captured": {"optimizer": True},
@@ -311,6 +325,65 @@ def test_two_ranks_of_zero3_replay_their_exchanges(tmp_path):
     assert first == {
         name: (replays, int(name == "a change on one rank")) for name, replays in REPLAYED.items()
     }
+
+
+class NoLossOnRankOne(Net):
+    """Which has no gradients then, as a rank whose loss depends on no layer."""
+
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        if self.global_rank == 1:
+            output["loss"] = output["loss"].detach()
+        return output
+
+    def backward(self, loss):
+        if loss.requires_grad:
+            loss.backward()
+
+
+def train_without_a_loss_on_rank_one(rank, world_size):
+    options = {"devices": world_size, "strategy": Zero3Strategy, **UNVALIDATED}
+    graphs = Counting(software=True)
+    said, mine = warned(NoLossOnRankOne(), graphs, **options)
+    assert_same_run(mine, fit(NoLossOnRankOne(), **options))
+    return said, graphs.replays
+
+
+def test_a_rank_without_a_loss_leaves_all_eager():
+    (said, replays), (nothing, others) = run_ranks(train_without_a_loss_on_rank_one, 2)
+    assert "cannot be captured on rank 1:\n  - `training_step` returned no loss" in said[0]
+    assert (len(said), nothing, replays, others) == (1, [], 0, 0)
+
+
+class Reductions(Callback):
+    """Counts those of each micro-batch."""
+
+    def on_train_start(self, trainer, pl_module):
+        communicator, self.counts = trainer.strategy.engine.collectives, []
+        for name in ("reduce_scatter", "reduce_scatter_in"):
+            setattr(communicator, name, partial(self.count, getattr(communicator, name)))
+
+    def on_train_batch_start(self, *_):
+        self.counts.append(0)
+
+    def count(self, exchange, *arguments):
+        self.counts[-1] += 1
+        return exchange(*arguments)
+
+
+def count_reductions(rank, world_size):
+    counts = []
+    for extra in ([], [CUDAGraphStep(software=True, strict=True)]):
+        strategy, reductions = Zero3Strategy(unit_policy=nested), Reductions()
+        fit(Net(), reductions, *extra, strategy=strategy, devices=world_size, **UNVALIDATED)
+        counts.append(reductions.counts)
+    return counts
+
+
+def test_a_replay_reduces_units_with_others_inside_once():
+    eager, captured = run_ranks(count_reductions, 2)[0]
+    # Of six micro-batches the last three are compared: from the second epoch on they are replayed.
+    assert captured[7:] == eager[7:] and len(eager) == 12 and max(eager) < 6
 
 
 # What rank 1 alone cannot capture: the module, a callback that brings it about, options of the

@@ -179,7 +179,7 @@ ROOMS = [
         "the training step as CUDA graphs",
         "strategies/support strategies/collectives strategies/engine",
         f"{_LIGHTNING} torchmetrics lightning_utilities",
-        tokens=11_802,
+        tokens=12_206,
     ),
     Room(
         "callbacks/cuda_backend",
