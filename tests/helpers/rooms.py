@@ -44,7 +44,7 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=31_079,
+        tokens=31_108,
     ),
     Room(
         "strategies/activations",
