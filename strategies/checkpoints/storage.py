@@ -37,7 +37,7 @@ from .manifest import INDEX, MANIFEST
 
 _UNFINISHED, _REMOVED = ".unfinished", ".removed"
 # errors of fsync that mean lost bytes; the others: the file system, or the kind of file, has none
-_NOT_WRITTEN = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
+NOT_WRITTEN = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
 _REMEDY = (
     "Checkpoints are written and deleted in a folder of this name, which zero3 makes itself. Remove"
     " it, or save to another folder."
@@ -332,5 +332,5 @@ def sync(path: Path) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        if error.errno in _NOT_WRITTEN:
+        if error.errno in NOT_WRITTEN:
             raise
