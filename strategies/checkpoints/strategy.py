@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence, Set
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,8 @@ class CheckpointStrategy(ProcessStrategy):
     _group: dist.ProcessGroup | None = None  # of all ranks, when the model was sharded
     _pending_weights: Sequence[Mapping[str, Any]] = ()  # to load once the model is sharded
     _links: Set[Path] = frozenset()  # to checkpoints, that this run has made
-    _frozen: Set[str] = frozenset()  # names of what was frozen when the model was sharded
+    # names of what was frozen when the model was sharded and not trained since, to leave out
+    _frozen: Set[str] = frozenset()
     # of a loaded checkpoint without frozen parameters: their shapes and checksums
     _base: Mapping[str, tuple[Any, int | None]] | None = None
 
@@ -204,9 +205,9 @@ class CheckpointStrategy(ProcessStrategy):
                 rank_zero_warn(f"Saving {filepath}: {NO_STATES}")
             self._save_gradients(checkpoint)
         if self._checkpoints.exclude_frozen and self.engine is not None:
-            assert self.lightning_module is not None
+            assert module is not None
             replica = self.replica[0] if self._checkpoints.compare_frozen else None
-            exclude(checkpoint, self._frozen & frozen_names(self.lightning_module), replica)
+            exclude(checkpoint, self._frozen & frozen_names(module), replica)
         filepath = self.broadcast(filepath)
         is_local = storage_options is None and not is_remote(filepath)
         if self._is_local_only and not is_local:
@@ -307,6 +308,17 @@ class CheckpointStrategy(ProcessStrategy):
             is_finished = torch.tensor([int(saving.is_finished())], device="cpu")
             if int(self.engine.collectives.agree(is_finished)):
                 saving.wait()
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Note which parameters are trained, as they may be frozen when a checkpoint is saved."""
+        super().post_backward(closure_loss)
+        if self._frozen:
+            assert self.engine is not None and self.lightning_module is not None
+            gradients = self.engine.gradients
+            with_gradient = compress(gradients.trained, gradients.used)
+            if any(entry.name in self._frozen for entry in with_gradient):
+                self._frozen &= frozen_names(self.lightning_module)
 
     @override
     def on_train_start(self) -> None:
@@ -493,7 +505,8 @@ class CheckpointStrategy(ProcessStrategy):
         # threads (see `ProcessStrategy._configure_launcher`).
         if self.engine.collectives.world_size > 1:
             self._group = dist.group.WORLD
-        self._frozen = frozen_names(self.lightning_module)
+        if self._checkpoints.exclude_frozen:
+            self._frozen = frozen_names(self.lightning_module)
         names = named_values(self.lightning_module)
         for state in self._pending_weights:
             # hazard: a renamed layer would be initialised anew, and nobody told
