@@ -28,7 +28,7 @@ from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size
 from ..state_dicts.gather import tensors_in
 from ..state_dicts.slices import SlicedTensor
 from ..support import profile_range
-from .storage import NOT_WRITTEN, commit, discard, sync
+from .storage import NOT_WRITTEN, discard, sync
 from .zip_file import Piece
 
 _BLOCK = 1 << 23  # bytes written at a time
@@ -258,7 +258,7 @@ class ParallelSave:
         raise NotImplementedError
 
     def complete(self, stage: Path, pieces: list[Piece]) -> None:
-        """Add what depends on the pieces that all ranks wrote; on rank 0."""
+        """Add what depends on the pieces that all ranks wrote, and name it ``path``; on rank 0."""
         raise NotImplementedError
 
     def copy_to_cpu(self) -> None:
@@ -289,7 +289,6 @@ class ParallelSave:
         def complete() -> None:
             if not self._rank:
                 self.complete(stage, [piece for mine in written for piece in mine])
-                commit(stage, self.path)
 
         with self._failing():
             with profile_range("write checkpoint"):

@@ -27,7 +27,7 @@ from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size
 from ..state_dicts.gather import replace_tensors, tensors_in
 from ..state_dicts.optimizer_state import name_parameters, number_parameters
 from .regions import ParallelSave, Place, allocate
-from .storage import begin
+from .storage import begin, commit
 from .zip_file import Piece, changed_records, read_records, share_of_checksums, write_checksums
 
 
@@ -45,6 +45,7 @@ class FileSave(ParallelSave):
     @override
     def complete(self, stage: Path, pieces: list[Piece]) -> None:
         write_checksums(stage, pieces)
+        commit(stage, self.path)
 
 
 def reserve(tree: Any, file: Path) -> Iterable[tuple[Tensor, Place]]:

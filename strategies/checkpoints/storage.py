@@ -61,19 +61,18 @@ def local(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def begin(path: Path, into_folder: bool = False) -> Path:
+def begin(path: Path) -> Path:
     """Prepare the place where ``path`` is written first: a free name in a folder that exists.
 
     Args:
-        path: where it will be.
-        into_folder: ``path`` may be any folder; else one that is there must be a checkpoint, since
-            it will be replaced.
+        path: where it will be. A folder that is there must be a checkpoint, since it will be
+            replaced.
 
     Raises:
         CheckpointError: ``path`` is not to be replaced; the folder to write in, or what an earlier
             save of ``path`` has left in it, is not this user's own.
     """
-    if path.is_dir() and not path.is_symlink() and not into_folder:
+    if path.is_dir() and not path.is_symlink():
         names = {file.name for file in path.iterdir()}
         if names and not names & {MANIFEST, INDEX}:
             raise CheckpointError(f"{path} is a folder with other files.\nWrite to a new name.")
@@ -92,9 +91,9 @@ def _name_of(stage: Path) -> str:
     return re.sub(r"\.[0-9a-f]{32}$", "", stage.name)
 
 
-def make_folder(path: Path, into_folder: bool = False) -> Path:
+def make_folder(path: Path) -> Path:
     """Call :func:`begin` for a folder and create it."""
-    stage = begin(path, into_folder)
+    stage = begin(path)
     stage.mkdir()
     return stage
 
@@ -105,10 +104,7 @@ def commit(stage: Path, path: Path) -> None:
     Raises:
         CheckpointError: another job has begun to write ``path``.
     """
-    if not os.path.lexists(stage):
-        raise CheckpointError(
-            f"Another job writes {path}, too, and began later.\nEach needs a folder of its own."
-        )
+    require_stage(stage, path)
     sync(stage)  # hazard: after a power cut the name could lead to a file without its bytes
     previous = path.with_name(f"{path.stem}.zero3-previous{path.suffix}")
     if not os.path.lexists(path):
@@ -126,8 +122,16 @@ def commit(stage: Path, path: Path) -> None:
         stage.parent.rmdir()
 
 
+def require_stage(stage: Path, path: Path) -> None:
+    """Raise a CheckpointError if another job has begun to write ``path``, which ``stage`` is of."""
+    if not os.path.lexists(stage):
+        raise CheckpointError(
+            f"Another job writes {path}, too, and began later.\nEach needs a folder of its own."
+        )
+
+
 def discard(stage: Path) -> None:
-    """Delete what a failed save has left, unless it is not this user's own."""
+    """Delete what a save has left, unless it is not this user's own."""
     with suppress(CheckpointError, OSError):  # the save's own error is the one to raise
         _require_own(stage.parent)
         _delete(stage)
