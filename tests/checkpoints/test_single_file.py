@@ -5,6 +5,7 @@ refused of a file that somebody else made.
 import ctypes
 import errno
 import fcntl
+import gc
 import mmap
 import os
 import platform
@@ -185,6 +186,22 @@ def test_what_torch_does_not_write_is_refused(change, said, tmp_path):
     repack(file, change)
     with pytest.raises(CheckpointError, match=f"Loading {file} failed: .*{said}"):
         single_file.load(file, weights_only=True)
+
+
+def test_what_a_callback_keeps_is_not_mapped(tmp_path):
+    """It would keep a deleted file's bytes on the disk. Large tensors are read when they are used."""
+    path = tmp_path / "a.ckpt"
+    large, small, sparse = torch.zeros(1 << 20), torch.arange(3.0), torch.eye(3).to_sparse()
+    callbacks = {"c": {"large": large, "small": [small, (small, {"s": small})], "sparse": sparse}}
+    torch.save({"state_dict": {"w": large}, "callbacks": callbacks, "optimizer_states": []}, path)
+    content = single_file.load(path, weights_only=True)
+    assert str(path) in Path("/proc/self/maps").read_text()
+    kept = content.pop("callbacks")["c"]
+    kept.pop("large")
+    del content
+    gc.collect()
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert torch.equal(kept["small"][1][1]["s"], small)
 
 
 # ---- disks ---------------------------------------------------------------------------------------
