@@ -5,8 +5,8 @@
     folder/step=8.ckpt              complete
     folder/.unfinished/step=9.ckpt.0f3a...  being written; moved up when it is complete
     folder/.removed/...             being deleted
-    folder/last.zero3-previous.ckpt the checkpoint before, while `last.ckpt` is replaced on a file
-                                    system that cannot exchange two names; Lightning's
+    folder/last.zero3-previous.ckpt the checkpoint before, while a directory `last.ckpt` is replaced
+                                    (which takes two steps, and a file one); Lightning's
                                     `ckpt_path="last"` (`ModelCheckpoint._find_last_checkpoints`)
                                     finds it there
 
@@ -17,14 +17,12 @@ have other names (`.unfinished-1000`).
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import glob
 import os
 import re
 import shutil
 import stat
-import sys
 import uuid
 import zipfile
 from collections.abc import Iterable
@@ -42,7 +40,6 @@ _REMEDY = (
     "Checkpoints are written and deleted in a folder of this name, which zero3 makes itself. Remove"
     " it, or save to another folder."
 )
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -107,15 +104,16 @@ def commit(stage: Path, path: Path) -> None:
     require_stage(stage, path)
     sync(stage)  # hazard: after a power cut the name could lead to a file without its bytes
     previous = path.with_name(f"{path.stem}.zero3-previous{path.suffix}")
-    if not os.path.lexists(path):
-        os.rename(stage, path)
-    elif _exchange(stage, path):
-        _delete(stage)
-    else:
+    is_folder = any(each.is_dir() and not each.is_symlink() for each in (stage, path))
+    if is_folder and os.path.lexists(path):
         # hazard: at any moment one complete checkpoint must have a name
         remove(previous)
         os.rename(path, previous)
         os.rename(stage, path)
+        os.rename(previous, stage)  # a full disk may have no room for `.removed`
+        _delete(stage)
+    else:
+        os.replace(stage, path)
     remove(previous)
     sync(path.parent)
     with suppress(OSError):  # another checkpoint may be written there
@@ -308,17 +306,6 @@ def _is_whole(path: Path) -> bool:
 
 def _when_saved(path: Path) -> tuple[float, Path]:
     return (path / MANIFEST if path.is_dir() else path).stat().st_mtime, path
-
-
-def _exchange(a: Path, b: Path) -> bool:
-    """Swap two names in one moment; return False where system or file system cannot."""
-    if a.is_symlink() or b.is_symlink() or not sys.platform.startswith("linux"):
-        return False
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError):
-        return False
-    return renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
 
 
 def sync(path: Path) -> None:
