@@ -337,10 +337,7 @@ class CheckpointStrategy(ProcessStrategy):
     def on_train_end(self) -> None:
         """Wait for the last checkpoint before training is over."""
         super().on_train_end()
-        self.finish_saving()
-        if self._background is not None:
-            self._background.close()
-            self._background = None
+        self._close_background()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -357,10 +354,17 @@ class CheckpointStrategy(ProcessStrategy):
         """Wait for a save in flight (a tuner ends a run without ``on_train_end``) and tear down."""
         self._pending_weights = ()
         try:
+            self._close_background()
+        finally:
+            super().teardown()
+
+    def _close_background(self) -> None:
+        try:
             self.finish_saving()
         finally:
-            self._background = None
-            super().teardown()
+            background, self._background = self._background, None
+            if background is not None:
+                background.close()
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
