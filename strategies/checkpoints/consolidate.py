@@ -60,8 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 def export(path: Path, out: Path, max_file_bytes: int, prefix: str = "") -> None:
     """Write the weights of a checkpoint as safetensors files to the folder ``out``.
 
-    ``out`` appears when it is complete; other files of a folder that is there stay. Keys lose the
-    prefix.
+    They appear when they are complete; other files in it stay. Keys lose the prefix.
 
     Raises:
         CheckpointError: the checkpoint is broken.

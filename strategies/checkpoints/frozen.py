@@ -32,7 +32,8 @@ def exclude(checkpoint: dict[str, Any], names: Set[str], replica: int | None) ->
 
     Args:
         checkpoint: has slices, and the optimizers' states by name.
-        names: of frozen parameters. Those that have optimizer state were trained, and stay.
+        names: of parameters that are frozen. Those that have optimizer state were trained, by the
+            run that this one went on from, and stay.
         replica: number of this rank's replica; None for no checksums.
     """
     trained = {

@@ -14,12 +14,12 @@ class CheckpointOptions:
     Args:
         kind: "file" writes one file that any strategy and ``torch.load`` read, every rank its own
             part; "sharded" writes a directory in torch's distributed format, for FSDP2 and for file
-            systems that let one process at a time write a file. Loading reads both kinds, whichever
-            is chosen here. ("full" is the old name of "file".)
-        background: copy this rank's shards to CPU memory and go on training while a thread writes
-            the copy. There is never more than one copy: a save waits for the save before. A save
-            that fails is an error on all ranks when the next step begins, or at the end of
-            training.
+            systems that let one process at a time write a file: on NFS choose "sharded". Loading
+            reads both kinds, whichever is chosen here. ("full" is the old name of "file".)
+        background: copy this rank's shards to CPU memory, for which training waits, and go on while
+            a thread writes the copy. There is never more than one copy: a save waits for the save
+            before. A save that fails is an error on all ranks when the next step begins, or at the
+            end of training.
         weights_only: loading rebuilds tensors and plain values only. With False it runs whatever
             code the checkpoint names: for hyperparameters or callback states of other classes, from
             a source that you trust.

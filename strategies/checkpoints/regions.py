@@ -6,6 +6,7 @@ it has of every tensor, so none needs memory for more, and rank 0 gives the file
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import itertools
 import mmap
@@ -27,13 +28,15 @@ from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size
 from ..state_dicts.gather import tensors_in
 from ..state_dicts.slices import SlicedTensor
 from ..support import profile_range
-from .storage import commit, discard, sync
+from .storage import NOT_WRITTEN, discard, sync
 from .zip_file import Piece
 
 _BLOCK = 1 << 23  # bytes written at a time
 _LARGE = 1 << 20  # bytes from which on a block is written directly
 _PAGE = mmap.PAGESIZE
 _FLAGS = os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)
+# None: this system has none
+_fallocate: Any = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
 
 
 class Place(NamedTuple):
@@ -84,16 +87,22 @@ class Region:
 
 
 def allocate(file: BinaryIO, size: int) -> None:
-    """Make a file ``size`` bytes long, with room for all of them.
+    """Make a file ``size`` bytes long, with room for all of them where the file system can say so.
 
     Ranks that write to holes of one file wait for each other much longer, and a disk that is full
-    is found out before anything was written.
+    is found out before anything was written. Elsewhere a write finds it out.
+
+    Raises:
+        OSError: there is no room.
     """
-    if hasattr(os, "posix_fallocate") and size:
-        file.flush()
-        os.posix_fallocate(file.fileno(), 0, size)
-    else:
-        file.truncate(size)
+    file.flush()
+    if _fallocate is not None:
+        # not `os.posix_fallocate`, which writes to each page where there is no such call
+        if not _fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(size)):
+            return
+        if (error := ctypes.get_errno()) in NOT_WRITTEN:
+            raise OSError(error, os.strerror(error))
+    file.truncate(size)
 
 
 def regions_of(tensor: Tensor, place: Place) -> Iterator[Region]:
@@ -249,7 +258,7 @@ class ParallelSave:
         raise NotImplementedError
 
     def complete(self, stage: Path, pieces: list[Piece]) -> None:
-        """Add what depends on the pieces that all ranks wrote; on rank 0."""
+        """Add what depends on the pieces that all ranks wrote, and name it ``path``; on rank 0."""
         raise NotImplementedError
 
     def copy_to_cpu(self) -> None:
@@ -280,7 +289,6 @@ class ParallelSave:
         def complete() -> None:
             if not self._rank:
                 self.complete(stage, [piece for mine in written for piece in mine])
-                commit(stage, self.path)
 
         with self._failing():
             with profile_range("write checkpoint"):

@@ -119,7 +119,7 @@ class ShardedCheckpoint:
         file = require_file(self.folder / TRAINER_STATE)
         if not file.exists() and not read_manifest(self.folder):
             return {}
-        return single_file.read(file, self._weights_only)
+        return single_file.read(file, self._weights_only, is_mapped=False)
 
     def _read_state(self) -> dict[str, Any]:
         values: dict[str, Any] = {}

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
+from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from ..data import add_entries, own_entries
@@ -27,8 +28,10 @@ from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size
 from ..state_dicts.gather import replace_tensors, tensors_in
 from ..state_dicts.optimizer_state import name_parameters, number_parameters
 from .regions import ParallelSave, Place, allocate
-from .storage import begin
+from .storage import begin, commit
 from .zip_file import Piece, changed_records, read_records, share_of_checksums, write_checksums
+
+_SMALL = 1 << 16  # bytes
 
 
 class FileSave(ParallelSave):
@@ -45,6 +48,7 @@ class FileSave(ParallelSave):
     @override
     def complete(self, stage: Path, pieces: list[Piece]) -> None:
         write_checksums(stage, pieces)
+        commit(stage, self.path)
 
 
 def reserve(tree: Any, file: Path) -> Iterable[tuple[Tensor, Place]]:
@@ -139,18 +143,25 @@ def load(path: Path, weights_only: bool) -> dict[str, Any]:
     return checkpoint
 
 
-def read(path: Path, weights_only: bool) -> dict[str, Any]:
+def read(path: Path, weights_only: bool, is_mapped: bool = True) -> dict[str, Any]:
     """Open a file without comparing checksums; local.
+
+    Args:
+        path: of the file.
+        weights_only: see :class:`~.options.CheckpointOptions`.
+        is_mapped: tensors are mapped, but small ones of a checkpoint that are neither weights nor
+            optimizer states: callbacks may keep them, and the file with them, after it was deleted.
 
     Raises:
         CheckpointError: it is no checkpoint, or ``weights_only`` forbids what it holds.
     """
     is_zip = zipfile.is_zipfile(path)
+    is_mapped &= is_zip
     if is_zip:
         with open(path, "rb") as stream:
             read_records(stream)  # raises if one grows
     try:
-        content = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=weights_only)
+        content = torch.load(path, map_location="cpu", mmap=is_mapped, weights_only=weights_only)
     except OSError:
         raise
     except Exception as error:  # a file of anything raises nearly anything
@@ -165,7 +176,16 @@ def read(path: Path, weights_only: bool) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is no checkpoint: it holds a {type(content).__name__}.")
+    for key in content if is_mapped and "state_dict" in content else ():
+        if key not in ("state_dict", "optimizer_states"):
+            content[key] = tree_map_only(Tensor, _unmapped, content[key])
     return content
+
+
+def _unmapped(tensor: Tensor) -> Tensor:
+    is_small = tensor.numel() * tensor.itemsize <= _SMALL  # also of a sparse one
+    is_plain = type(tensor) is Tensor and not tensor.requires_grad
+    return tensor.clone() if is_plain and is_small else tensor
 
 
 def changed(path: Path) -> str | None:

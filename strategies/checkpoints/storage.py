@@ -5,8 +5,8 @@
     folder/step=8.ckpt              complete
     folder/.unfinished/step=9.ckpt.0f3a...  being written; moved up when it is complete
     folder/.removed/...             being deleted
-    folder/last.zero3-previous.ckpt the checkpoint before, while `last.ckpt` is replaced on a file
-                                    system that cannot exchange two names; Lightning's
+    folder/last.zero3-previous.ckpt the checkpoint before, while a directory `last.ckpt` is replaced
+                                    (which takes two steps, and a file one); Lightning's
                                     `ckpt_path="last"` (`ModelCheckpoint._find_last_checkpoints`)
                                     finds it there
 
@@ -17,14 +17,12 @@ have other names (`.unfinished-1000`).
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import glob
 import os
 import re
 import shutil
 import stat
-import sys
 import uuid
 import zipfile
 from collections.abc import Iterable
@@ -37,12 +35,11 @@ from .manifest import INDEX, MANIFEST
 
 _UNFINISHED, _REMOVED = ".unfinished", ".removed"
 # errors of fsync that mean lost bytes; the others: the file system, or the kind of file, has none
-_NOT_WRITTEN = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
+NOT_WRITTEN = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
 _REMEDY = (
     "Checkpoints are written and deleted in a folder of this name, which zero3 makes itself. Remove"
     " it, or save to another folder."
 )
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -61,19 +58,18 @@ def local(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def begin(path: Path, into_folder: bool = False) -> Path:
+def begin(path: Path) -> Path:
     """Prepare the place where ``path`` is written first: a free name in a folder that exists.
 
     Args:
-        path: where it will be.
-        into_folder: ``path`` may be any folder; else one that is there must be a checkpoint, since
-            it will be replaced.
+        path: where it will be. A folder that is there must be a checkpoint, since it will be
+            replaced.
 
     Raises:
         CheckpointError: ``path`` is not to be replaced; the folder to write in, or what an earlier
             save of ``path`` has left in it, is not this user's own.
     """
-    if path.is_dir() and not path.is_symlink() and not into_folder:
+    if path.is_dir() and not path.is_symlink():
         names = {file.name for file in path.iterdir()}
         if names and not names & {MANIFEST, INDEX}:
             raise CheckpointError(f"{path} is a folder with other files.\nWrite to a new name.")
@@ -92,9 +88,9 @@ def _name_of(stage: Path) -> str:
     return re.sub(r"\.[0-9a-f]{32}$", "", stage.name)
 
 
-def make_folder(path: Path, into_folder: bool = False) -> Path:
+def make_folder(path: Path) -> Path:
     """Call :func:`begin` for a folder and create it."""
-    stage = begin(path, into_folder)
+    stage = begin(path)
     stage.mkdir()
     return stage
 
@@ -105,29 +101,35 @@ def commit(stage: Path, path: Path) -> None:
     Raises:
         CheckpointError: another job has begun to write ``path``.
     """
-    if not os.path.lexists(stage):
-        raise CheckpointError(
-            f"Another job writes {path}, too, and began later.\nEach needs a folder of its own."
-        )
+    require_stage(stage, path)
     sync(stage)  # hazard: after a power cut the name could lead to a file without its bytes
     previous = path.with_name(f"{path.stem}.zero3-previous{path.suffix}")
-    if not os.path.lexists(path):
-        os.rename(stage, path)
-    elif _exchange(stage, path):
-        _delete(stage)
-    else:
+    is_folder = any(each.is_dir() and not each.is_symlink() for each in (stage, path))
+    if is_folder and os.path.lexists(path):
         # hazard: at any moment one complete checkpoint must have a name
         remove(previous)
         os.rename(path, previous)
         os.rename(stage, path)
+        os.rename(previous, stage)  # a full disk may have no room for `.removed`
+        _delete(stage)
+    else:
+        os.replace(stage, path)
     remove(previous)
     sync(path.parent)
     with suppress(OSError):  # another checkpoint may be written there
         stage.parent.rmdir()
 
 
+def require_stage(stage: Path, path: Path) -> None:
+    """Raise a CheckpointError if another job has begun to write ``path``, which ``stage`` is of."""
+    if not os.path.lexists(stage):
+        raise CheckpointError(
+            f"Another job writes {path}, too, and began later.\nEach needs a folder of its own."
+        )
+
+
 def discard(stage: Path) -> None:
-    """Delete what a failed save has left, unless it is not this user's own."""
+    """Delete what a save has left, unless it is not this user's own."""
     with suppress(CheckpointError, OSError):  # the save's own error is the one to raise
         _require_own(stage.parent)
         _delete(stage)
@@ -306,17 +308,6 @@ def _when_saved(path: Path) -> tuple[float, Path]:
     return (path / MANIFEST if path.is_dir() else path).stat().st_mtime, path
 
 
-def _exchange(a: Path, b: Path) -> bool:
-    """Swap two names in one moment; return False where system or file system cannot."""
-    if a.is_symlink() or b.is_symlink() or not sys.platform.startswith("linux"):
-        return False
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError):
-        return False
-    return renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
-
-
 def sync(path: Path) -> None:
     """Write the names in a folder, or the bytes of a file, so that they survive a power cut.
 
@@ -332,5 +323,5 @@ def sync(path: Path) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        if error.errno in _NOT_WRITTEN:
+        if error.errno in NOT_WRITTEN:
             raise

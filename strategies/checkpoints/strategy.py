@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence, Set
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,8 @@ class CheckpointStrategy(ProcessStrategy):
     _group: dist.ProcessGroup | None = None  # of all ranks, when the model was sharded
     _pending_weights: Sequence[Mapping[str, Any]] = ()  # to load once the model is sharded
     _links: Set[Path] = frozenset()  # to checkpoints, that this run has made
-    _frozen: Set[str] = frozenset()  # names of what was frozen when the model was sharded
+    # names of what was frozen when the model was sharded and not trained since, to leave out
+    _frozen: Set[str] = frozenset()
     # of a loaded checkpoint without frozen parameters: their shapes and checksums
     _base: Mapping[str, tuple[Any, int | None]] | None = None
 
@@ -204,9 +205,9 @@ class CheckpointStrategy(ProcessStrategy):
                 rank_zero_warn(f"Saving {filepath}: {NO_STATES}")
             self._save_gradients(checkpoint)
         if self._checkpoints.exclude_frozen and self.engine is not None:
-            assert self.lightning_module is not None
+            assert module is not None
             replica = self.replica[0] if self._checkpoints.compare_frozen else None
-            exclude(checkpoint, self._frozen & frozen_names(self.lightning_module), replica)
+            exclude(checkpoint, self._frozen & frozen_names(module), replica)
         filepath = self.broadcast(filepath)
         is_local = storage_options is None and not is_remote(filepath)
         if self._is_local_only and not is_local:
@@ -309,6 +310,17 @@ class CheckpointStrategy(ProcessStrategy):
                 saving.wait()
 
     @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Note which parameters are trained, as they may be frozen when a checkpoint is saved."""
+        super().post_backward(closure_loss)
+        if self._frozen:
+            assert self.engine is not None and self.lightning_module is not None
+            gradients = self.engine.gradients
+            with_gradient = compress(gradients.trained, gradients.used)
+            if any(entry.name in self._frozen for entry in with_gradient):
+                self._frozen &= frozen_names(self.lightning_module)
+
+    @override
     def on_train_start(self) -> None:
         """Load gradients of an unfinished window, and let saves run in the background from now on.
 
@@ -325,10 +337,7 @@ class CheckpointStrategy(ProcessStrategy):
     def on_train_end(self) -> None:
         """Wait for the last checkpoint before training is over."""
         super().on_train_end()
-        self.finish_saving()
-        if self._background is not None:
-            self._background.close()
-            self._background = None
+        self._close_background()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -345,10 +354,17 @@ class CheckpointStrategy(ProcessStrategy):
         """Wait for a save in flight (a tuner ends a run without ``on_train_end``) and tear down."""
         self._pending_weights = ()
         try:
+            self._close_background()
+        finally:
+            super().teardown()
+
+    def _close_background(self) -> None:
+        try:
             self.finish_saving()
         finally:
-            self._background = None
-            super().teardown()
+            background, self._background = self._background, None
+            if background is not None:
+                background.close()
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
@@ -493,7 +509,8 @@ class CheckpointStrategy(ProcessStrategy):
         # threads (see `ProcessStrategy._configure_launcher`).
         if self.engine.collectives.world_size > 1:
             self._group = dist.group.WORLD
-        self._frozen = frozen_names(self.lightning_module)
+        if self._checkpoints.exclude_frozen:
+            self._frozen = frozen_names(self.lightning_module)
         names = named_values(self.lightning_module)
         for state in self._pending_weights:
             # hazard: a renamed layer would be initialised anew, and nobody told
@@ -560,7 +577,8 @@ class CheckpointStrategy(ProcessStrategy):
         Each rank writes its own part. Of tied weights the first is written, as Hugging Face does.
 
         Args:
-            folder: receives the files when all is written. Other files in it stay.
+            folder: receives the files when all are written: they are in `folder/.unfinished` until
+                then. Other files in it stay.
             key_mapping: pattern -> replacement, which ``re.sub`` applies to the model's keys in
                 order: ``{r"^model\\.": ""}`` for a model of Hugging Face's in ``self.model``.
             max_file_bytes: the most bytes of a file.

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ from ..state_dicts.slices import TensorDescription
 from . import single_file
 from .manifest import is_file_name, require_file
 from .regions import ParallelSave, Place, allocate
-from .storage import make_folder, sync
+from .storage import discard, make_folder, require_stage, sync
 from .zip_file import Piece
 
 INDEX = "model.safetensors.index.json"
@@ -145,7 +144,8 @@ class WeightsSave(ParallelSave):
 
     Args:
         state: has the same slices on all ranks; what is no tensor is left out.
-        path: of the folder. Other files in it stay; older weights of these names are replaced.
+        path: of the folder. Other files in it stay. Older weights are replaced when the new ones
+            are complete, the index last; without it, after a kill, several files are not loaded.
         replica: see :class:`~.regions.ParallelSave`.
         max_file_bytes: the most bytes of a file. A larger tensor has a file of its own.
     """
@@ -164,7 +164,8 @@ class WeightsSave(ParallelSave):
     def begin(self) -> Path:
         if self.path.is_file():
             raise CheckpointError(f"{self.path} is a file.\nWrite the weights to a folder.")
-        return make_folder(self.path, into_folder=True)
+        # inside of it: the folder may be a mount point, or the only one that this user may write to
+        return make_folder(self.path / INDEX)
 
     @override
     def reserve(self, tree: Any, stage: Path) -> Iterable[tuple[Tensor, Place]]:
@@ -225,27 +226,21 @@ class WeightsSave(ParallelSave):
     def complete(self, stage: Path, pieces: list[Piece]) -> None:
         if sum(piece.size for piece in pieces) != self._size:
             raise CheckpointError("some bytes were written by no rank, or by two")
-        if self.path.is_dir():  # of a tokenizer, say
-            shutil.copytree(
-                self.path,
-                stage,
-                symlinks=True,
-                ignore=self._replaced,
-                copy_function=_link,
-                dirs_exist_ok=True,
-            )
-
-    def _replaced(self, folder: str, names: list[str]) -> list[str]:
-        is_top = Path(folder) == self.path
-        return [name for name in names if is_top and _OWN_FILES.fullmatch(name)]
-
-
-def _link(source: str, target: str) -> None:
-    """Give a file one more name: the old folder, with the other, is deleted."""
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:  # a file system without such links
-        shutil.copy2(source, target)
+        require_stage(stage, self.path)
+        names = {file.name for file in stage.iterdir()}
+        # hazard: whoever reads meanwhile, or after a kill, must not find an index of older files
+        (self.path / INDEX).unlink(missing_ok=True)
+        sync(self.path)
+        for name in names - {INDEX}:
+            os.replace(stage / name, self.path / name)
+        for file in self.path.iterdir():
+            if _OWN_FILES.fullmatch(file.name) and file.name not in names:
+                file.unlink()
+        sync(self.path)
+        if INDEX in names:
+            os.replace(stage / INDEX, self.path / INDEX)
+            sync(self.path)
+        discard(stage)
 
 
 def _identity(tensor: Tensor) -> Any:

@@ -118,6 +118,9 @@ class ShardedSave(FileSystemWriter):
         self._rest = packed.getvalue()  # of ``meta.pt``, on rank 0
         self._about = {key: checkpoint.get(key, 0) for key in ("epoch", "global_step")}
         self._about["world_size"] = world_size
+        # of `dcp.save`. hazard: where a thread calls that, to put back the filters that there were
+        # before would undo what others change meanwhile
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
     def copy_to_cpu(self) -> None:
         """Copy this rank's part, which may change from now on; collective."""
@@ -156,9 +159,7 @@ class ShardedSave(FileSystemWriter):
     @contextmanager
     def _failing(self) -> Iterator[None]:
         try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                yield
+            yield
         except (CheckpointError, CheckpointException) as raised:
             if not self._rank:
                 discard(self.path)

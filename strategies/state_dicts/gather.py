@@ -1,4 +1,4 @@
-"""Full tensors out of slices, gathered unit by unit."""
+"""Full tensors out of slices, gathered tensor by tensor."""
 
 from __future__ import annotations
 

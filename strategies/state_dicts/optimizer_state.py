@@ -8,6 +8,7 @@ sharded state has parameters by name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -202,7 +203,7 @@ def load_optimizer_state(
     saved["state"] = {name: state for name, state in saved["state"].items() if name in parameters}
     remarks = _load_group_options(names, optimizer, saved, index)
     step.state_of_parameters.clear()
-    step.state.update(shared)
+    step.state.update(deepcopy(shared))
     reads: list[tuple[SlicedTensor, Tensor]] = []
     wholes: list[tuple[Entry, dict[str, Any]]] = []
     for group, entries in zip(optimizer.param_groups, step.entries(), strict=True):
@@ -280,7 +281,8 @@ def _load_group_options(
             sources = {number}
         if len(sources) == 1:
             source = saved["param_groups"][sources.pop()]
-            options = {key: value for key, value in source.items() if key != "params"}
+            # as torch does: what is changed in place later is this group's alone
+            options = deepcopy({key: value for key, value in source.items() if key != "params"})
             for key, value in options.items():
                 # a learning rate that a CUDA graph reads stays on its device
                 if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):

@@ -18,6 +18,7 @@ from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
 from lightning_zero3.strategies.checkpoints import regions, writer
+from lightning_zero3.strategies.checkpoints.background import BackgroundSave
 from lightning_zero3.strategies.checkpoints.consolidate import consolidate
 from lightning_zero3.strategies.checkpoints.storage import damage
 from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
@@ -202,3 +203,39 @@ def test_background_saves(kind, tmp_path):
             len(others) == 1
             and "other.ckpt failed on rank 1: OSError: the disk is gone" in others[0]
         )
+
+
+def end(rank, world_size, folder):
+    """How often the thread and its group are ended, in runs with a save in flight."""
+    closed, close = [], BackgroundSave.close
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BackgroundSave, "close", lambda its: (closed.append(its), close(its)))
+        fit(world_size, f"{folder}/whole", "file")
+        disk = Disk(f"{folder}/failed", patch, "file")
+        with pytest.raises(KeyError):
+            fit(world_size, folder, "file", Save("on_train_batch_start", disk))
+    return len(closed), len(set(closed))
+
+
+def test_an_exception_ends_the_thread(tmp_path):
+    assert run_ranks(end, 2, str(tmp_path), timeout=60) == [(2, 2)] * 2
+
+
+def test_a_thread_leaves_the_filters_of_warnings_alone(tmp_path, monkeypatch):
+    seen, write = [], writer.ShardedSave.write_data
+
+    def write_data(its, plan, planner):
+        seen.append(warnings.filters)
+        return write(its, plan, planner)
+
+    monkeypatch.setattr(writer.ShardedSave, "write_data", write_data)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for name in ("a", "b"):
+            background = BackgroundSave()
+            save = writer.ShardedSave({"state_dict": {"a": torch.ones(3)}}, tmp_path / name)
+            background.start(save)
+            background.wait()
+            background.close()
+        assert len(seen) == 2 and all(filters is warnings.filters for filters in seen)
+    assert not [str(w.message) for w in caught if "torch.distributed is" in str(w.message)]

@@ -174,3 +174,40 @@ def test_what_was_trained_and_is_frozen_again_is_saved(tmp_path):
     assert "net.1.base.weight" not in state
     assert torch.equal(state["net.0.base.weight"], weights["net.0.base.weight"])
     assert not torch.equal(state["net.0.base.weight"], Finetuned().net[0].base.weight)
+
+
+class Added(Finetuned):
+    """One of the frozen layers comes to the optimizer, and is frozen again."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        base = self.net[0].base.requires_grad_(batch_idx == 1)
+        if batch_idx == 1:
+            self.optimizers().optimizer.add_param_group({"params": list(base.parameters())})
+
+
+class Stateless(Unfrozen):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def save_without_states(rank, world_size, folder):
+    found = []
+    for cls in (Added, Unfrozen, Stateless):
+        runner = fit(world_size, cls(), 1)
+        for weights_only in (True, False):
+            path = f"{folder}/{cls.__name__}{weights_only}.ckpt"
+            runner.save_checkpoint(path, weights_only=weights_only)
+            found.append((path, full_weights(runner)))
+    return found
+
+
+def test_what_was_trained_is_saved_whatever_optimizer_states_say(tmp_path):
+    found, *_ = run_ranks(save_without_states, 2, str(tmp_path), timeout=60)
+    for path, weights in found:
+        state = torch.load(path, weights_only=True)["state_dict"]
+        assert "net.1.base.weight" not in state, path
+        assert not torch.equal(weights["net.0.base.weight"], Finetuned().net[0].base.weight)
+        assert torch.equal(state["net.0.base.weight"], weights["net.0.base.weight"]), path

@@ -2,11 +2,16 @@
 refused of a file that somebody else made.
 """
 
+import ctypes
 import errno
 import fcntl
+import gc
 import mmap
 import os
+import platform
 import random
+import re
+import struct
 import tempfile
 import warnings
 import zipfile
@@ -15,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from checkpoints.runs import Shuffled, Whole, full_weights, train
 from helpers.models import Recipe
@@ -22,6 +28,7 @@ from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
 from lightning_zero3.strategies.checkpoints import regions, single_file, zip_file
+from lightning_zero3.strategies.checkpoints.weights import WeightsSave
 from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
 
 RECIPE = Recipe(tied=True, optimizer="adamw", frozen=("blocks.1",), steps=2)
@@ -181,6 +188,22 @@ def test_what_torch_does_not_write_is_refused(change, said, tmp_path):
         single_file.load(file, weights_only=True)
 
 
+def test_what_a_callback_keeps_is_not_mapped(tmp_path):
+    """It would keep a deleted file's bytes on the disk. Large tensors are read when they are used."""
+    path = tmp_path / "a.ckpt"
+    large, small, sparse = torch.zeros(1 << 20), torch.arange(3.0), torch.eye(3).to_sparse()
+    callbacks = {"c": {"large": large, "small": [small, (small, {"s": small})], "sparse": sparse}}
+    torch.save({"state_dict": {"w": large}, "callbacks": callbacks, "optimizer_states": []}, path)
+    content = single_file.load(path, weights_only=True)
+    assert str(path) in Path("/proc/self/maps").read_text()
+    kept = content.pop("callbacks")["c"]
+    kept.pop("large")
+    del content
+    gc.collect()
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert torch.equal(kept["small"][1][1]["s"], small)
+
+
 # ---- disks ---------------------------------------------------------------------------------------
 
 
@@ -201,6 +224,63 @@ def test_a_folder_that_may_not_be_written_to(as_nobody):
             single_file.FileSave({"a": torch.ones(3)}, Path(folder, "a.ckpt"))
         assert not os.listdir(folder)
         os.chmod(folder, 0o700)
+
+
+FALLOCATE = {"x86_64": 285, "aarch64": 47}  # Linux' number of it
+
+
+def refuse_fallocate():
+    """Answer as CephFS, BeeGFS and older NFS do, for the rest of this process."""
+    load, jump, answer = 0x20, 0x15, 0x06  # of seccomp: the call's number; if it is another
+    refused, allowed = 0x00050000 | errno.EOPNOTSUPP, 0x7FFF0000
+    number = FALLOCATE[platform.machine()]
+    program = [(load, 0, 0, 0), (jump, 0, 1, number), (answer, 0, 0, refused)]
+    code = b"".join(struct.pack("HBBI", *line) for line in [*program, (answer, 0, 0, allowed)])
+    memory = ctypes.create_string_buffer(code, len(code))
+    head = struct.pack("HxxxxxxP", 4, ctypes.addressof(memory))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0  # gain no rights
+    assert libc.prctl(22, 2, head, 0, 0) == 0, os.strerror(ctypes.get_errno())
+
+
+def save_without_room(rank, world_size, folder):
+    refuse_fallocate()
+    begun, state = reads(), {"a": torch.ones(1 << 22)}
+    single_file.FileSave(state, Path(folder, "a.ckpt")).write()
+    WeightsSave(state, Path(folder, "weights")).write()
+    # nothing was looked at page by page
+    assert reads() - begun < 500
+
+
+def reads():
+    """How many system calls of this process have read."""
+    text = Path("/proc/self/io").read_text()
+    return int(re.search(r"syscr: (\d+)", text)[1])
+
+
+@pytest.mark.skipif(platform.machine() not in FALLOCATE, reason="another number of fallocate")
+def test_a_file_system_that_gives_no_room_in_advance(tmp_path):
+    run_ranks(save_without_room, 1, str(tmp_path))
+    for state in (
+        torch.load(tmp_path / "a.ckpt", weights_only=True),
+        load_file(tmp_path / "weights" / "model.safetensors"),
+    ):
+        assert torch.equal(state["a"], torch.ones(1 << 22))
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path, monkeypatch):
+    path = tmp_path / "a.ckpt"
+    single_file.FileSave({"a": torch.zeros(3)}, path).write()
+
+    def refuse(*_):
+        ctypes.set_errno(errno.ENOSPC)
+        return -1
+
+    monkeypatch.setattr(regions, "_fallocate", refuse)
+    with pytest.raises(CheckpointError, match=f"Saving {path} failed: .*No space left"):
+        single_file.FileSave({"a": torch.ones(3)}, path)
+    assert torch.equal(torch.load(path, weights_only=True)["a"], torch.zeros(3))
+    assert [file.name for file in tmp_path.iterdir()] == ["a.ckpt"]
 
 
 def test_two_jobs_that_write_one_name(tmp_path):

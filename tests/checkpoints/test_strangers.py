@@ -620,16 +620,13 @@ def test_what_is_not_ours_is_refused(what, tmp_path):
     assert stage.parent.exists()
 
 
-def test_a_previous_one_of_the_users_own_is_kept(tmp_path, monkeypatch):
+def test_a_previous_one_of_the_users_own_is_kept(tmp_path):
     path, users = tmp_path / "last.ckpt", tmp_path / "last.previous.ckpt"
     users.write_text("mine")
-    for can_exchange in (True, False):
-        if not can_exchange:
-            monkeypatch.setattr(storage, "_exchange", lambda a, b: False)
-        for text_ in ("one", "two"):
-            stage = storage.begin(path)
-            stage.write_text(text_)
-            storage.commit(stage, path)
+    for text_ in ("one", "two"):
+        stage = storage.begin(path)
+        stage.write_text(text_)
+        storage.commit(stage, path)
     assert users.read_text() == "mine" and path.read_text() == "two"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["last.ckpt", "last.previous.ckpt"]
 
@@ -642,8 +639,7 @@ def test_an_unfinished_checkpoint_is_closed_and_a_complete_one_is_open(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-def test_users_who_share_a_folder_have_folders_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "_exchange", lambda a, b: False)
+def test_users_who_share_a_folder_have_folders_of_their_own(tmp_path):
     for name in (".unfinished", ".removed"):
         (tmp_path / name).mkdir()
         (tmp_path / name / ("b" * 32)).mkdir()

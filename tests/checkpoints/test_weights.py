@@ -2,8 +2,11 @@
 safetensors library.
 """
 
+import itertools
 import json
+import os
 import re
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from lightning_zero3.strategies.checkpoints import regions
 from lightning_zero3.strategies.checkpoints.weights import (
     WeightsSave,
     guess_key_mapping,
+    open_weights,
     rename_keys,
 )
 from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
@@ -305,7 +309,7 @@ def test_dtypes_are_aligned_and_what_safetensors_lack_is_named(tmp_path):
     assert_same_tensors(load_file(tmp_path / "mixed" / "model.safetensors"), state)
     with pytest.raises(CheckpointError, match="'x' has the type torch.complex128"):
         WeightsSave({"x": torch.ones(2, dtype=torch.complex128)}, tmp_path / "complex")
-    assert not (tmp_path / "complex").exists()
+    assert not list((tmp_path / "complex").iterdir())
 
 
 def save_again(rank, world_size, folder):
@@ -316,7 +320,10 @@ def save_again(rank, world_size, folder):
     (folder / "link").symlink_to("tokenizer.json")
     (folder / "below").mkdir()
     (folder / "below" / "model.safetensors").write_text("another's")
+    inode = folder.stat().st_ino
     WeightsSave({"a": torch.zeros(4)}, folder).write()
+    # it may be a mount point, which can have no other name
+    assert folder.stat().st_ino == inode
 
 
 def test_other_files_of_the_folder_stay(tmp_path):
@@ -333,6 +340,68 @@ def test_other_files_of_the_folder_stay(tmp_path):
     assert (folder / "link").is_symlink() and (folder / "link").read_text() == "{}"
     with pytest.raises(CheckpointError, match=r"model.safetensors is a file.\nWrite the weights"):
         WeightsSave({"a": torch.ones(4)}, folder / "model.safetensors")
+
+
+class Died(BaseException):
+    """What a kill looks like from inside."""
+
+
+def die_at(patch, number):
+    """Die instead of doing the file operation with this number; return what counts them."""
+    calls = []
+
+    def dying(operation):
+        def call(*args, **kwargs):
+            calls.append(operation.__name__)
+            if len(calls) == number:
+                raise Died
+            return operation(*args, **kwargs)
+
+        return call
+
+    for name in ("rename", "replace", "fsync", "rmdir", "unlink"):
+        patch.setattr(os, name, dying(getattr(os, name)))
+    return calls
+
+
+@pytest.mark.parametrize("before, after", list(itertools.product((1, 2, 3), repeat=2)))
+def test_killed_at_any_moment_old_and_new_weights_are_not_mixed(before, after, tmp_path):
+    """Numbers of files: of one all is there; without an index several are not loaded."""
+
+    def save(folder, value, files):
+        state = {name: torch.full((4,), value) for name in "abcdef"}
+        WeightsSave(state, folder, max_file_bytes=6 // files * 16).write()
+
+    for number in range(1, 100):
+        folder = tmp_path / str(number)
+        save(folder, 1.0, before)
+        assert len(list(folder.glob("*.safetensors"))) == before
+        with pytest.MonkeyPatch.context() as patch:
+            calls = die_at(patch, number)
+            with suppress(Died):
+                save(folder, 2.0, after)
+        try:
+            state = open_weights(folder, weights_only=True)
+        except CheckpointError:
+            assert before > 1 or after > 1
+        else:
+            assert set(state) == set("abcdef")
+            assert len({value for tensor in state.values() for value in tensor.tolist()}) == 1
+        save(folder, 3.0, after)  # and the next one is not disturbed
+        assert open_weights(folder, weights_only=True)["f"][0] == 3
+        written = {file.name for file in folder.iterdir()} - {"model.safetensors.index.json"}
+        assert len(written) == after and all(name.endswith("safetensors") for name in written)
+        if len(calls) < number:
+            break
+    assert 4 < number < 99, "the last round was not killed"
+
+
+def test_of_two_jobs_that_write_weights_the_one_that_began_last_has_its_own(tmp_path):
+    first = WeightsSave({"a": torch.zeros(3)}, tmp_path)
+    WeightsSave({"a": torch.ones(3)}, tmp_path).write()
+    with pytest.raises(CheckpointError, match=f"Saving {tmp_path} failed"):
+        first.write()
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], torch.ones(3))
 
 
 def share(rank, world_size, folder):

@@ -56,7 +56,7 @@ ROOMS = [
         "strategies/state_dicts",
         "values and optimizer state by name",
         "strategies/support strategies/engine",
-        tokens=6_047,
+        tokens=6_057,
     ),
     Room(
         "strategies/optimizers",
@@ -84,7 +84,7 @@ ROOMS = [
         "strategies/support strategies/collectives strategies/engine strategies/state_dicts"
         " strategies/optimizers strategies/launch strategies/data",
         f"{_LIGHTNING} safetensors",
-        tokens=18_668,
+        tokens=18_874,
     ),
     Room(
         "strategies/numerics",

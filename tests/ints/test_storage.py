@@ -4,6 +4,7 @@ named.
 
 import errno
 import os
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -67,15 +68,11 @@ def kill_at(monkeypatch, number):
 
     for name in ("rename", "replace", "fsync", "rmdir", "unlink"):
         monkeypatch.setattr(os, name, dying(getattr(os, name)))
-    monkeypatch.setattr(storage, "_exchange", dying(storage._exchange))
     return calls
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
 @pytest.mark.parametrize("name", ["last.ckpt", "step=2.ckpt"])
-def test_killed_at_any_moment_a_whole_one_is_left(tmp_path, monkeypatch, name, can_exchange):
-    if not can_exchange:
-        monkeypatch.setattr(storage, "_exchange", lambda a, b: False)
+def test_killed_at_any_moment_a_whole_one_is_left(tmp_path, monkeypatch, name):
     for number in range(1, 100):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -99,6 +96,39 @@ def test_killed_at_any_moment_a_whole_one_is_left(tmp_path, monkeypatch, name, c
         if len(calls) < number:
             break
     assert 5 < number < 99, "the last round was not killed"
+
+
+@pytest.mark.parametrize("before, after", [("file", "file"), ("link", "link"), ("link", "file")])
+def test_a_file_or_a_link_is_replaced_in_one_moment(before, after, tmp_path, monkeypatch):
+    (tmp_path / "step=1.ckpt").mkdir()
+    for number in range(1, 100):
+        path = tmp_path / f"{number}.ckpt"
+        path.write_text("1") if before == "file" else path.symlink_to("step=1.ckpt")
+        stage = storage.begin(path)
+        stage.write_text("2") if after == "file" else stage.symlink_to("step=1.ckpt")
+        with monkeypatch.context() as patch:
+            calls = kill_at(patch, number)
+            with suppress(Died):
+                storage.commit(stage, path)
+        assert path.exists() and not list(tmp_path.glob("*previous*"))
+        if len(calls) < number:
+            break
+    assert 2 < number < 99, "the last round was not killed"
+    assert calls.count("rename") == 0
+
+
+@pytest.mark.parametrize("before, after", [("folder", "file"), ("file", "folder")])
+def test_the_other_kind_is_replaced(before, after, tmp_path):
+    path = tmp_path / "last.ckpt"
+    for step, kind in enumerate((before, after), 1):
+        if kind == "folder":
+            write(path, step)
+        else:
+            stage = storage.begin(path)
+            stage.write_text(str(step))
+            storage.commit(stage, path)
+    assert step_of(path) == 2 if after == "folder" else path.read_text() == "2"
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def test_deleting_is_one_moment(tmp_path, monkeypatch):

@@ -101,3 +101,26 @@ def _read_of_different_parameters(rank, world_size):
 
 def test_ranks_that_read_the_state_of_different_parameters():
     run_ranks(_read_of_different_parameters, 2, timeout=30)
+
+
+def test_what_two_groups_and_the_file_have_had_in_common_is_each_ones_own():
+    model = Mixed()
+    groups = [{"params": list(layer.parameters())} for layer in (model.wide, model.narrow)]
+    optimizer = torch.optim.Adam(groups, lr=torch.tensor(0.1), foreach=False)
+    device = torch.device("cpu")
+    engine = Zero3Engine(
+        model, [optimizer], device=device, collectives=make_collectives(None, device)
+    )
+    names = [name for name, _ in model.named_parameters()]
+    rate, shared = torch.tensor(0.5), torch.tensor(2.0)
+    saved = {
+        "state": {"shared": [shared]},
+        "param_groups": [{"params": names, "lr": rate, "betas": [0.9, 0.99]}],
+    }
+    step = engine.steps[optimizer]
+    assert load_optimizer_state(step, saved, 0) == []
+    first, second = optimizer.param_groups
+    for tensor in (first["lr"], rate, step.state["shared"][0]):
+        tensor += 1
+    assert (first["lr"], second["lr"], shared) == (1.5, 0.5, 2.0)
+    assert first["betas"] == second["betas"] and first["betas"] is not second["betas"]
