@@ -18,10 +18,11 @@ from .loader import ShardedLoader, skip_first_batches
 from .no_batch import NoBatch
 from .options import DataOptions, Stage
 from .shard import shard_dataloader
-from .strategy import DataHooks, add_entries, own_entries
+from .strategy import DataHooks, add_entries, compare_streams, own_entries
 
 __all__ = [
     "add_entries",
+    "compare_streams",
     "own_entries",
     "DataHooks",
     "DataOptions",

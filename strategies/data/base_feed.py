@@ -50,6 +50,8 @@ class Feed(ABC):
         label: names rank and loader in errors.
         row_samples: samples that all ranks together get in one row.
         is_sharded_by_user: all that the loader yields is for this rank.
+        first_sample: the checksum of the newest pass's first sample over all ranks, if the ranks
+            read one stream; None until it was read.
     """
 
     kind: ClassVar[str]
@@ -57,6 +59,7 @@ class Feed(ABC):
     label: str
     row_samples: int
     is_sharded_by_user: bool
+    first_sample: int | None = None
 
     @abstractmethod
     def start(self, place: Place, salt: int = 0, rows_to_skip: int = 0) -> Pairs:

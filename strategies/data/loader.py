@@ -51,6 +51,8 @@ class ShardedLoader(DataLoader):
             not used; these do not count as handed over.
         find_number: returns which of the loaders that are read together this is.
         place_on_device: whether this loader copies batches to the device.
+        compares_streams: whether the ranks have yet to compare what they read of this stream, see
+            `compare_streams`.
         accumulate: micro-batches per step, as written into states.
         batches_to_skip: how many batches the next pass alone leaves out.
         saved_run: the run that saved the loaded state; None again from the next epoch on.
@@ -61,6 +63,7 @@ class ShardedLoader(DataLoader):
     count_prefetched_batches: Callable[[], int]
     find_number: Callable[[], int]
     place_on_device: bool
+    compares_streams: bool
     accumulate: int
     saved_run: SavedRun | None
 
@@ -89,6 +92,8 @@ class ShardedLoader(DataLoader):
         self.read_epoch = None
         self.count_prefetched_batches = self.find_number = _count_nothing
         self.place_on_device = options.prefetch_to_device and device.type != "cpu"
+        is_read_alike = options.streams is None and options.sharding != "dispatch"
+        self.compares_streams = feed.kind == "stream" and is_read_alike and world_size > 1
         self.accumulate = 1
         self.saved_run = None
         self._resume_place: Place | None = None

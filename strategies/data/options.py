@@ -29,8 +29,11 @@ class DataOptions:
             batches.
         exact_evaluation: True: validation, test and prediction see every sample exactly once.
             False: they end like training.
-        streams: "cut": every rank reads the whole `IterableDataset` and keeps its part. "own": the
-            dataset shards itself by rank, and every item that it yields belongs to this rank.
+        streams: None: every rank reads the whole `IterableDataset` and keeps its part. Ranks whose
+            first samples differ are an error, because a dataset that shards itself by rank would
+            lose most of its samples. "own": the dataset shards itself by rank, as ``ddp`` needs it,
+            and every item that it yields belongs to this rank. "cut": as None, but samples may
+            differ by rank, as with augmentation from a generator that nobody seeds.
             Without a ``__len__`` it must yield equally many batches on all ranks. The next epoch
             does not continue an epoch that was cut short: it begins where that one began.
         seed: the seed of the order of samples. None: ``PL_GLOBAL_SEED`` if set, else rank 0's torch
@@ -54,7 +57,7 @@ class DataOptions:
     even_batches: bool = True
     tail: Tail | None = None
     exact_evaluation: bool = True
-    streams: Literal["cut", "own"] = "cut"
+    streams: Literal["cut", "own"] | None = None
     seed: int | None = None
     per_sample_seed: bool = False
     rng_types: tuple[str, ...] = ("generator",)
@@ -65,7 +68,7 @@ class DataOptions:
     def __post_init__(self) -> None:
         self._check("sharding", ("batch", "split", "dispatch"))
         self._check("tail", (*TAILS, None))
-        self._check("streams", ("cut", "own"))
+        self._check("streams", ("cut", "own", None))
         self._check("on_world_change", ("allow", "keep_global_batch"))
         unknown = [name for name in self.rng_types if name not in RNG_TYPES]
         if unknown:

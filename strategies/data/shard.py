@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 import zlib
 from typing import Any
 
@@ -61,15 +60,6 @@ def shard_dataloader(
     if isinstance(feed, MapFeed) and "generator" in options.rng_types:
         feed.use_generator_state(generator)
     _check_lengths(feed, stage, loader_name, world_size)
-    reads_whole = options.streams == "cut" and options.sharding != "dispatch"
-    if feed.kind == "stream" and reads_whole and world_size > 1 and rank == 0:
-        warnings.warn(
-            f"{loader_name}: every rank reads the whole stream and keeps one of"
-            f' {world_size} batches (streams="cut"). If the dataset already shards itself by rank,'
-            " samples are lost.\nChoose"
-            ' `Zero3Strategy(data=DataOptions(streams="own"))` in that case.',
-            stacklevel=2,
-        )
     device = device or torch.device("cpu")
     sharded = ShardedLoader(feed, loader, options, stage, rank, world_size, seed, device)
     if sharded.place_on_device and device.type == "cuda":

@@ -89,11 +89,14 @@ class StreamFeed(Feed):
         # Of this generator, `DataLoader` draws the seeds that workers begin with.
         self.loader.generator.manual_seed(derive_seed(seed, self.rank))
         reached = StreamPosition() if is_new_epoch else position
+        self.first_sample = None
         for row in iter(self.loader):
             if row is None:
                 continue
             reached = reached.advance(row, self.workers)
             batches = row.batches
+            if self.first_sample is None:
+                self.first_sample = row.first_sample
             del row
             if rows_to_skip:
                 rows_to_skip -= 1

@@ -25,7 +25,6 @@ from lightning_zero3.strategies.data import (
 
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore:.*every rank reads the whole stream"),
 ]
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "accelerate.json").read_text())["vectors"]
 PREPARED = (

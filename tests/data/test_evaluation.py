@@ -18,7 +18,6 @@ from lightning_zero3.strategies.collectives import GroupCollectives
 
 pytestmark = [
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore:.*every rank reads the whole stream"),
 ]
 
 # ---- which samples ---------------------------------------------------------------------------
