@@ -78,9 +78,9 @@ class Feed(ABC):
         Ranks whose data the user shards are supposed to have as many as this one.
         """
 
-    @abstractmethod
     def is_finished(self, position: Any) -> bool:
-        """Whether the pass has no batch after ``position``."""
+        """Whether the pass has no batch after ``position``; asked of data without a length."""
+        raise NotImplementedError
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

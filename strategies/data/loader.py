@@ -193,9 +193,7 @@ class ShardedLoader(DataLoader):
         """Count this rank's batches in a whole epoch; 1 if there is only a `NoBatch`."""
         length = self._length
         if length is None:
-            raise TypeError(
-                f"{self.label}: the loader has no length, because its dataset or sampler has none"
-            )
+            raise TypeError(f"{self.label}: the loader has no length, because its dataset has none")
         return length + self.is_empty
 
     @property

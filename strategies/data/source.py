@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, count, islice
 from typing import Any, Literal
 
 import numpy as np
@@ -15,10 +14,8 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ..support.random_states import derive_seed, scoped, seed_cpu
-from .seeding import draw_apart
+from ..support.random_states import derive_seed, scoped
 
-_CHUNK = 1024  # items of an order without a length that are drawn at a time
 Kind = Literal["sequential", "shuffled", "drawn", "custom", "batches"]
 
 
@@ -41,7 +38,6 @@ class MapSource:
             run that is resumed.
         shares_generator: the loader draws its workers' seed from the sampler's generator too,
             before the sampler draws.
-        is_sized: the sampler has a length; a sampler without one may never end.
         size: samples in the dataset; None if it has no length.
         label: names rank and loader in errors.
     """
@@ -55,7 +51,6 @@ class MapSource:
     is_sharded_by_user: bool
     generator_state: torch.Tensor | None
     shares_generator: bool
-    is_sized: bool
     size: int | None
     label: str
 
@@ -63,28 +58,8 @@ class MapSource:
         """Draw the items of one pass over the data; ``cycle`` counts passes within the epoch."""
         order = self._draw_order(seed, epoch, cycle)
         if self.kind not in ("sequential", "shuffled"):
-            self._check_range(order, 0, epoch)
+            self._check_range(order, epoch)
         return order
-
-    def draw_unsized(self, seed: int, epoch: int, cycle: int) -> Iterator[Any]:
-        """Draw the items of one pass one by one, if the sampler has no length."""
-        # Only the seed of the user's own generator counts: without an end of one epoch's draws,
-        # there is no state to begin the next epoch at.
-        if self.generator_state is not None:
-            seed = _make_generator(self.generator_state).initial_seed()
-        return chain.from_iterable(
-            draw_apart(self._draw_chunks(_pass_seed(seed, epoch, cycle), epoch))
-        )
-
-    def _draw_chunks(self, pass_seed: int, epoch: int) -> Iterator[list[Any]]:
-        seed_cpu(derive_seed(pass_seed))  # the sampler may draw from any global generator
-        items = iter(self._make_epoch_sampler(pass_seed, epoch))
-        for first in count(0, _CHUNK):
-            chunk = list(islice(items, _CHUNK))
-            self._check_range(chunk, first, epoch)
-            if not chunk:
-                return
-            yield chunk
 
     def _draw_order(self, seed: int, epoch: int, cycle: int) -> Sequence[Any]:
         if self.kind == "sequential":
@@ -137,7 +112,7 @@ class MapSource:
             )
         return [index for batch in batches for index in batch]
 
-    def _check_range(self, order: Sequence[Any], first: int, epoch: int) -> None:
+    def _check_range(self, order: Sequence[Any], epoch: int) -> None:
         if self.size is None or not len(order):
             return
         indices = [i for batch in order for i in batch] if self.has_batch_items else order
@@ -150,32 +125,39 @@ class MapSource:
         if values.dtype.kind in "iu" and bad_places.size:
             raise IndexError(
                 f"{self.label}: {type(self.sampler).__name__} yields index {values[bad_places[0]]}"
-                f" (place {first + bad_places[0]} of epoch {epoch}; {bad_places.size} bad indices"
+                f" (place {bad_places[0]} of epoch {epoch}; {bad_places.size} bad indices"
                 f" in all), but the dataset has {self.size} samples, so 0 to {self.size - 1} are"
                 " valid.\nWas the sampler made for another dataset?"
             )
 
     def fingerprint(self, seed: int) -> int:
-        """Compute a checksum of the first epoch's order, to compare across ranks.
-
-        For an order without a length the checksum is of the first 1024 items.
-        """
-        if self.is_sized:
-            items = list(self.order(seed, 0, 0))
-        else:
-            items = list(islice(self.draw_unsized(seed, 0, 0), _CHUNK))
-        return zlib.crc32(repr(items).encode())
+        """Compute a checksum of the first epoch's order, to compare across ranks."""
+        return zlib.crc32(repr(list(self.order(seed, 0, 0))).encode())
 
 
 def read_source(loader: DataLoader, label: str) -> MapSource:
-    """Describe the order of a map-style loader; ``label`` names rank and loader in errors."""
+    """Describe the order of a map-style loader; ``label`` names rank and loader in errors.
+
+    Raises:
+        ValueError: the sampler has no length.
+    """
     size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
     batches = unwrap_index_recorder(loader.batch_sampler)
+    is_plain = batches is not None and _is_plain(batches)
+    sampler = loader.sampler if batches is None else batches.sampler if is_plain else batches
+    try:
+        len(sampler)
+    except (TypeError, NotImplementedError) as error:
+        raise ValueError(
+            f"{label}: {type(sampler).__name__} has no length, without which nothing tells where"
+            " an epoch ends.\nGive the sampler a `__len__`, or set"
+            " Trainer(use_distributed_sampler=False) and share out the data yourself."
+        ) from error
     if batches is None:
-        return _describe_sampler(loader, loader.sampler, 1, False, size, label, is_collated=False)
-    if _is_plain(batches):
+        return _describe_sampler(loader, sampler, 1, False, size, label, is_collated=False)
+    if is_plain:
         return _describe_sampler(
-            loader, batches.sampler, batches.batch_size, batches.drop_last, size, label
+            loader, sampler, batches.batch_size, batches.drop_last, size, label
         )
     return _describe_batches(batches, size, label)
 
@@ -227,7 +209,6 @@ def _describe_sampler(
         is_sharded_by_user=isinstance(sampler, DistributedSampler),
         generator_state=generator.get_state() if kind == "drawn" else None,
         shares_generator=generator is not None and loader.generator is generator,
-        is_sized=_is_sized(sampler),
         size=size,
         label=label,
     )
@@ -240,14 +221,12 @@ def _describe_batches(batches: Any, size: int | None, label: str) -> MapSource:
     whole.
     """
     batch_size: Any = getattr(batches, "batch_size", None)
-    is_sized = _is_sized(batches)
     first: list[Any] = []
-    if isinstance(batch_size, int) and is_sized:
+    if isinstance(batch_size, int):
         with scoped():
             first = list(batches)
     has_fixed_size = (
-        is_sized
-        and isinstance(batch_size, int)
+        isinstance(batch_size, int)
         and all(len(batch) == batch_size for batch in first[:-1])
         and len((first or [[]])[-1]) <= batch_size
     )
@@ -261,7 +240,6 @@ def _describe_batches(batches: Any, size: int | None, label: str) -> MapSource:
         is_sharded_by_user=isinstance(getattr(batches, "sampler", None), DistributedSampler),
         generator_state=None,
         shares_generator=False,
-        is_sized=is_sized,
         size=size,
         label=label,
     )
@@ -275,14 +253,6 @@ def _make_generator(state: torch.Tensor) -> torch.Generator:
     generator = torch.Generator()
     generator.set_state(state)
     return generator
-
-
-def _is_sized(sampler: Any) -> bool:
-    try:
-        len(sampler)
-    except (TypeError, NotImplementedError):
-        return False
-    return True
 
 
 def _copy_with_generator(sampler: Iterable[Any], generator: torch.Generator) -> Any:

@@ -267,55 +267,6 @@ def test_the_global_generator_is_left_alone():
     assert torch.rand(3).tolist() == expected
 
 
-class Endless:
-    """A sampler without a length, which draws from the global generators; with an end or
-    without.
-    """
-
-    def __init__(self, end):
-        self.end = end
-
-    def __iter__(self):
-        while self.end is None:
-            yield int(torch.randint(0, 1000, ()))
-        yield from torch.randperm(self.end).tolist()
-
-
-@pytest.mark.parametrize("tail", ["wrap", "balance"])
-@pytest.mark.parametrize("end", [None, 1, 5, 23, 24, 25])
-def test_a_sampler_without_a_length_is_drawn_as_far_as_it_is_read(end, tail):
-    def make():
-        return DataLoader(Indices(1000), batch_size=2, sampler=Endless(end))
-
-    (alone,) = shards(make, 1)
-    order = row_major([run(alone, 2000)])
-    assert len(order) == (4000 if end is None else end)
-    if end is not None:
-        assert sorted(order) == list(range(end))
-    torch.manual_seed(1)
-    expected = torch.rand(()).item()
-    torch.manual_seed(1)
-    for world in (2, 3):
-        count = None if end is not None else 1500
-        whole = [run(loader, count) for loader in shards(make, world, tail=tail)]
-        done = min(len(order), len(row_major(whole)))
-        assert row_major(whole)[:done] == order[:done]
-        for stop in (
-            range(min(len(rank) for rank in whole[:1])) if end is not None else (1, 700, 1499)
-        ):
-            loaders = shards(make, world, tail=tail)
-            handed = row_major([run(loader, stop) for loader in loaders])
-            for new_world in (1, 2, 3):
-                resumed = shards(make, new_world, tail=tail, seed=9)
-                for loader in resumed:
-                    save_and_load(loaders[0], loader)
-                rest = row_major([run(loader, count and 20) for loader in resumed])
-                assert rest[: len(order) - len(handed)] == order[len(handed) :][: len(rest)]
-    assert torch.rand(()).item() == expected, "the global generators are left alone"
-    with pytest.raises(TypeError, match="rank 0, fit dataloader.*no length"):
-        len(alone)
-
-
 class Watching(Indices):
     """Notes whether the last batch is still there when a sample of the next one is read."""
 

@@ -76,7 +76,7 @@ ROOMS = [
         "sharded loaders that resume",
         "strategies/support",
         "torch numpy tqdm lightning",
-        tokens=15_434,
+        tokens=14_820,
     ),
     Room(
         "strategies/checkpoints",
