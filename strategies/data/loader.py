@@ -22,7 +22,7 @@ from .options import DataOptions, Stage
 from .seeding import WorkerInit
 from .stream import is_stateful
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)

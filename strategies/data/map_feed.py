@@ -99,7 +99,6 @@ class MapFeed(Feed):
             "order": self.source.kind,
             "unit": "batches" if self.source.has_batch_items else "samples",
             "items": self.sampler.items,
-            "generator": self.source.generator_state,
         }
 
     def save_position(self, position: int | None) -> int:
@@ -121,14 +120,7 @@ class MapFeed(Feed):
                     " other samples.\nResume with the same dataset and sampler, or start a new"
                     " run from the weights only."
                 )
-        self.use_generator_state(saved["generator"])
         return state
-
-    def use_generator_state(self, state: torch.Tensor | None) -> None:
-        """Draw orders from the user's own generator in ``state``; None changes nothing."""
-        if state is not None:
-            self.source.generator_state = state
-            self.sampler.forget_order()
 
     def set_epoch(self, epoch: int) -> None:
         """See `Feed`."""

@@ -56,10 +56,6 @@ class ShardSampler:
             )
         return self.options.batch_per_rank(source.batch_size, world, source.label)
 
-    def forget_order(self) -> None:
-        """Drop the cached order, because the source draws another one now."""
-        self._cached_order = None
-
     def begin_pass(self, epoch: int, cycle: int, start: int) -> None:
         """Make the next iteration yield the rest of this pass, after ``start`` items."""
         self.epoch, self.cycle, self.start = epoch, cycle, start

@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ..support.random_states import derive_seed, scoped
 
-Kind = Literal["sequential", "shuffled", "drawn", "custom", "batches"]
+Kind = Literal["sequential", "shuffled", "custom", "batches"]
 
 
 @dataclass
@@ -24,9 +24,8 @@ class MapSource:
     """The order in which a map-style loader reads.
 
     Attributes:
-        kind: "sequential"; "shuffled" (`RandomSampler`); "drawn": a sampler with the user's own
-            generator, whose successive draws are the epochs' orders; "custom": any other sampler;
-            "batches": a custom batch sampler.
+        kind: "sequential"; "shuffled" (`RandomSampler`); "custom": any other sampler; "batches": a
+            custom batch sampler.
         sampler: the user's sampler or batch sampler.
         batch_size: samples in one of the user's batches; 1 where the items of the order are whole
             batches.
@@ -34,10 +33,7 @@ class MapSource:
         is_collated: False with ``batch_size=None``, where each item of the order is loaded alone.
         has_batch_items: an item of the order is a whole batch (a list of indices).
         is_sharded_by_user: the sampler is a `DistributedSampler`, whose items are for this rank.
-        generator_state: the state of the user's own generator when the loader was set up, or in the
-            run that is resumed.
-        shares_generator: the loader draws its workers' seed from the sampler's generator too,
-            before the sampler draws.
+        seed: the first seed of the sampler's own generator, which becomes that of the loader.
         size: samples in the dataset; None if it has no length.
         label: names rank and loader in errors.
     """
@@ -49,8 +45,7 @@ class MapSource:
     is_collated: bool
     has_batch_items: bool
     is_sharded_by_user: bool
-    generator_state: torch.Tensor | None
-    shares_generator: bool
+    seed: int | None
     size: int | None
     label: str
 
@@ -64,8 +59,6 @@ class MapSource:
     def _draw_order(self, seed: int, epoch: int, cycle: int) -> Sequence[Any]:
         if self.kind == "sequential":
             return range(len(self.sampler))
-        if self.kind == "drawn":
-            return self._draw_from_user_generator(epoch, cycle)
         pass_seed = _pass_seed(seed, epoch, cycle)
         if self.kind == "shuffled":
             return self._draw_shuffled(torch.Generator().manual_seed(pass_seed))
@@ -87,19 +80,6 @@ class MapSource:
             return torch.randperm(size, generator=generator).numpy()
         plain = RandomSampler(range(size), sampler.replacement, count, generator)
         return np.fromiter(plain, np.int64)
-
-    def _draw_from_user_generator(self, epoch: int, cycle: int) -> Sequence[Any]:
-        assert self.generator_state is not None
-        generator = _make_generator(self.generator_state)
-        if cycle:
-            generator.manual_seed(derive_seed(generator.initial_seed(), epoch, cycle))
-        sampler = _copy_with_generator(self.sampler, generator)
-        for _ in range(1 if cycle else epoch + 1):
-            if self.shares_generator:
-                # The draw of `_BaseDataLoaderIter.__init__` in torch, for its `_base_seed`.
-                torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
-            items = list(sampler)
-        return items
 
     def _flatten_batches(self, batches: list[Any], epoch: int) -> list[Any]:
         sizes = {len(batch) for batch in batches[:-1]}
@@ -154,11 +134,9 @@ def read_source(loader: DataLoader, label: str) -> MapSource:
             " Trainer(use_distributed_sampler=False) and share out the data yourself."
         ) from error
     if batches is None:
-        return _describe_sampler(loader, sampler, 1, False, size, label, is_collated=False)
+        return _describe_sampler(sampler, 1, False, size, label, is_collated=False)
     if is_plain:
-        return _describe_sampler(
-            loader, sampler, batches.batch_size, batches.drop_last, size, label
-        )
+        return _describe_sampler(sampler, batches.batch_size, batches.drop_last, size, label)
     return _describe_batches(batches, size, label)
 
 
@@ -181,7 +159,6 @@ def is_torchdata(obj: Any) -> bool:
 
 
 def _describe_sampler(
-    loader: DataLoader,
     sampler: Any,
     batch_size: int,
     drop_last: bool,
@@ -193,8 +170,6 @@ def _describe_sampler(
     kind: Kind = "custom"
     if type(sampler) is SequentialSampler:
         kind = "sequential"
-    elif isinstance(generator, torch.Generator):
-        kind = "drawn"
     elif type(sampler) is RandomSampler or (
         is_torchdata(sampler) and type(sampler).__name__ == "RandomSampler"
     ):
@@ -207,8 +182,7 @@ def _describe_sampler(
         is_collated=is_collated,
         has_batch_items=False,
         is_sharded_by_user=isinstance(sampler, DistributedSampler),
-        generator_state=generator.get_state() if kind == "drawn" else None,
-        shares_generator=generator is not None and loader.generator is generator,
+        seed=generator.initial_seed() if isinstance(generator, torch.Generator) else None,
         size=size,
         label=label,
     )
@@ -238,8 +212,7 @@ def _describe_batches(batches: Any, size: int | None, label: str) -> MapSource:
         is_collated=True,
         has_batch_items=not has_fixed_size,
         is_sharded_by_user=isinstance(getattr(batches, "sampler", None), DistributedSampler),
-        generator_state=None,
-        shares_generator=False,
+        seed=None,
         size=size,
         label=label,
     )
@@ -247,12 +220,6 @@ def _describe_batches(batches: Any, size: int | None, label: str) -> MapSource:
 
 def _pass_seed(seed: int, epoch: int, cycle: int) -> int:
     return seed + epoch if cycle == 0 else derive_seed(seed, epoch, cycle)
-
-
-def _make_generator(state: torch.Tensor) -> torch.Generator:
-    generator = torch.Generator()
-    generator.set_state(state)
-    return generator
 
 
 def _copy_with_generator(sampler: Iterable[Any], generator: torch.Generator) -> Any:

@@ -71,7 +71,6 @@ class DataHooks:
         self._saved_rng: dict[str, Any] | None = None
         # Loaded states of ranks that this run lacks, kept for a later run that has these ranks.
         self._extra_rank_states: list[random_states.State] = []
-        self._synchronized_epoch: int | None = None
         self._compared_epoch: int | None = None
 
     # ---- before training -------------------------------------------------------------------
@@ -190,14 +189,10 @@ class DataHooks:
             )
 
     def on_train_batch_start(self, trainer: Any, gather: Callable[[Any], list[Any]]) -> None:
-        """Compare the ranks' streams and synchronise ``options.rng_types``, once an epoch."""
+        """Compare the ranks' streams, once an epoch."""
         if self._compared_epoch != trainer.current_epoch:
             self._compared_epoch = trainer.current_epoch
             compare_streams(trainer.fit_loop._combined_loader, gather)
-        types = [name for name in self.options.rng_types if name != "generator"]
-        if types and self._synchronized_epoch != trainer.current_epoch:
-            self._synchronized_epoch = trainer.current_epoch
-            random_states.synchronize(types)
 
     def _continue_cycles(self, combined: Any, loaders: list[ShardedLoader]) -> None:
         """Tell the combined loader which of its loaders had ended once before the checkpoint."""

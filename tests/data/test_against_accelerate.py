@@ -8,11 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.data_loader import skip_first_batches as accelerates_skip
 from accelerate.state import PartialState
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 from data.datasets import Indices, Stream, as_list, shards
 from helpers.ranks import run_ranks
@@ -31,7 +30,6 @@ PREPARED = (
     "prepare_map",
     "shard_iterable",
     "seedable_shuffle",
-    "generator_shuffle",
     "skip_first_batches",
 )
 
@@ -45,13 +43,6 @@ def user_loader(vector):
     n, kwargs = vector["n"], {"batch_size": vector["batch_size"], "drop_last": vector["drop_last"]}
     if "iterable" in vector["kind"]:
         return DataLoader(Stream(n, length="nolen" not in vector["kind"]), **kwargs)
-    if vector["kind"] == "generator_shuffle":
-        # Accelerate gives the sampler a generator that is seeded from torch's.
-        drawn = torch.empty((), dtype=torch.int64).random_(
-            generator=torch.Generator().manual_seed(vector["seed"])
-        )
-        sampler = RandomSampler(Indices(n), generator=torch.Generator().manual_seed(drawn.item()))
-        return DataLoader(Indices(n), sampler=sampler, **kwargs)
     return DataLoader(Indices(n), shuffle=vector["shuffle"], **kwargs)
 
 
@@ -143,7 +134,7 @@ def random_case(rng):
         "n": rng.randint(1, 70),
         "batch_size": batch * world if split else batch,
         "drop_last": rng.random() < 0.3,
-        "kind": rng.choice(["sequential", "seedable", "generator", "stream"]),
+        "kind": rng.choice(["sequential", "seedable", "stream"]),
         "skip": rng.choice([0, 0, 1, 2]),
         "config": {
             "split_batches": split,
@@ -160,14 +151,7 @@ def make_loader(case):
     kwargs = {"batch_size": case["batch_size"], "drop_last": case["drop_last"]}
     if case["kind"] == "stream":
         return DataLoader(Stream(case["n"]), **kwargs)
-    generator = (
-        torch.Generator().manual_seed(case["config"]["data_seed"])
-        if case["kind"] == "generator"
-        else None
-    )
-    shuffled = case["kind"] != "sequential"
-    sampler = RandomSampler(Indices(case["n"]), generator=generator) if shuffled else None
-    return DataLoader(Indices(case["n"]), sampler=sampler, **kwargs)
+    return DataLoader(Indices(case["n"]), shuffle=case["kind"] == "seedable", **kwargs)
 
 
 def by_accelerate(case, rank):

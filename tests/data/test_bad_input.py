@@ -200,8 +200,6 @@ def test_streams_of_their_own_keep_a_position_per_rank():
 def test_options():
     with pytest.raises(ValueError, match="sharding must be one of"):
         DataOptions(sharding="rows")
-    with pytest.raises(ValueError, match="rng_types must be among"):
-        DataOptions(rng_types=("torch", "jax"))
     with pytest.raises(ValueError, match="choose one of them"):
         DataOptions(sharding="dispatch", streams="own")
 

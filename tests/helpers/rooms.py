@@ -36,7 +36,7 @@ ROOMS = [
         "strategies/support",
         "collector pauses, thread stacks, RNG states",
         packages="torch numpy",
-        tokens=1_231,
+        tokens=1_152,
     ),
     Room("strategies/collectives", "every exchange between ranks", tokens=5_479),
     Room(
@@ -76,7 +76,7 @@ ROOMS = [
         "sharded loaders that resume",
         "strategies/support",
         "torch numpy tqdm lightning",
-        tokens=14_820,
+        tokens=14_394,
     ),
     Room(
         "strategies/checkpoints",
