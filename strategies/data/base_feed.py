@@ -62,13 +62,12 @@ class Feed(ABC):
     first_sample: int | None = None
 
     @abstractmethod
-    def start(self, place: Place, salt: int = 0, rows_to_skip: int = 0) -> Pairs:
+    def start(self, place: Place, salt: int = 0) -> Pairs:
         """Yield the batches from ``place`` on, each with the position after the batch.
 
         Args:
             place: where the pass begins.
             salt: tells the random numbers of loaders apart that are read side by side.
-            rows_to_skip: leave out the batches of so many rows.
         """
 
     @abstractmethod

@@ -54,7 +54,6 @@ class ShardedLoader(DataLoader):
         compares_streams: whether the ranks have yet to compare what they read of this stream, see
             `compare_streams`.
         accumulate: micro-batches per step, as written into states.
-        batches_to_skip: how many batches the next pass alone leaves out.
         saved_run: the run that saved the loaded state; None again from the next epoch on.
     """
 
@@ -103,7 +102,6 @@ class ShardedLoader(DataLoader):
         # the rest of the bookkeeping.
         self._history: deque[tuple[int, Any, bool]] = deque(maxlen=3)
         self._loaded_state: dict[str, Any] | None = None
-        self.batches_to_skip = 0
         is_dispatched = options.sharding == "dispatch" and world_size > 1
         self._dispatch_group = dist.new_group(backend="gloo") if is_dispatched else None
 
@@ -113,8 +111,7 @@ class ShardedLoader(DataLoader):
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
-        rows_to_skip, self.batches_to_skip = self.batches_to_skip, 0
-        origin = self._begin_pass(rows_to_skip)
+        origin = self._begin_pass()
         if origin.is_finished:
             return
         length = self._length
@@ -124,7 +121,7 @@ class ShardedLoader(DataLoader):
             # Before the reading of pairs, because rank 0 of those that dispatch ends its own
             # steps, in which this rank assists, before it tells that there are no more.
             yield NoBatch()
-        pairs, wait = self._start_feed(origin, rows_to_skip), profile_range("wait for batch")
+        pairs, wait = self._start_feed(origin), profile_range("wait for batch")
         while True:
             with wait:
                 pair = next(pairs, None)
@@ -146,13 +143,13 @@ class ShardedLoader(DataLoader):
             # a step of a combined loader to which this loader gave no batch.
             self._history.append((batches, position, True))
 
-    def _begin_pass(self, batches_to_skip: int) -> Place:
+    def _begin_pass(self) -> Place:
         """Decide where this pass begins, and forget the batches of the pass before."""
         if self.read_epoch is not None:
             self.set_epoch(self.read_epoch())
-        origin = self._choose_origin()
-        origin = replace(origin, batches=origin.batches + batches_to_skip)
-        self._origin = origin
+        # A new object, even if the same pass begins again: an older iterator tells by it that it is
+        # not the newest.
+        self._origin = origin = replace(self._choose_origin())
         self._history.clear()
         if origin.is_finished:
             self._history.append((origin.batches, origin.position, True))
@@ -176,10 +173,10 @@ class ShardedLoader(DataLoader):
         # same pass begins again.
         return self._origin if last.batches - self._origin.batches <= 1 else Place(self.epoch)
 
-    def _start_feed(self, origin: Place, rows_to_skip: int) -> Iterator[tuple[Any, Any]]:
+    def _start_feed(self, origin: Place) -> Iterator[tuple[Any, Any]]:
         # Data that is made of noise must not be the same in validation, or in a loader beside.
         salt = derive_seed(self.stage == "fit", self.find_number())
-        pairs = self.feed.start(origin, salt, rows_to_skip)
+        pairs = self.feed.start(origin, salt)
         if self._dispatch_group is not None:
             pairs = dispatch(pairs, self._dispatch_group, self.label)
         if not self.place_on_device:
@@ -394,12 +391,6 @@ class ShardedLoader(DataLoader):
     def close(self) -> None:
         """End the workers, and keep the state."""
         self.feed.close()
-
-
-def skip_first_batches(loader: ShardedLoader, batches: int) -> ShardedLoader:
-    """Leave out this rank's first batches of the loader's next pass; O(1) for map-style data."""
-    loader.batches_to_skip = batches
-    return loader
 
 
 def _count_nothing() -> int:

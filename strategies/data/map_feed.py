@@ -57,14 +57,14 @@ class MapFeed(Feed):
             **replaced,
         )
 
-    def start(self, place: Place, salt: int = 0, rows_to_skip: int = 0) -> Pairs:
+    def start(self, place: Place, salt: int = 0) -> Pairs:
         """See `Feed`. The loader reads no sample before the first batch."""
         sampler, epoch, cycle = self.sampler, place.epoch, place.cycle
         sampler.begin_pass(epoch, cycle, 0 if place.is_new_epoch else place.position or 0)
-        sampler.start = start = sampler.plan().items_after(rows_to_skip)
         owner = self.rank if self.is_sharded_by_user else 0
         sampler.draw_seed = derive_seed(sampler.seed, epoch, cycle, salt, owner)
         plan = sampler.plan()
+        start = plan.start
         # Of this generator, `DataLoader` draws the seeds that workers begin with.
         self.loader.generator.manual_seed(derive_seed(sampler.draw_seed, self.rank, start))
         ranks = len(sampler.ranks)

@@ -70,7 +70,7 @@ class StreamFeed(Feed):
         self.workers = loader.num_workers
         self._rewind_state: Any = None  # the state from which the next pass begins again
 
-    def start(self, place: Place, salt: int = 0, rows_to_skip: int = 0) -> Pairs:
+    def start(self, place: Place, salt: int = 0) -> Pairs:
         """See `Feed`."""
         position, is_new_epoch = place.position or StreamPosition(), place.is_new_epoch
         if self._rewind_state is not None and not position.marks:
@@ -98,9 +98,6 @@ class StreamFeed(Feed):
             if self.first_sample is None:
                 self.first_sample = row.first_sample
             del row
-            if rows_to_skip:
-                rows_to_skip -= 1
-                batches.clear()
             while batches:
                 yield batches.pop(0), reached
 

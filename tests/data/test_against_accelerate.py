@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from accelerate.data_loader import prepare_data_loader
-from accelerate.data_loader import skip_first_batches as accelerates_skip
 from accelerate.state import PartialState
 from torch.utils.data import DataLoader
 
@@ -19,7 +18,6 @@ from lightning_zero3.strategies.data import (
     DataOptions,
     NoBatch,
     shard_dataloader,
-    skip_first_batches,
 )
 
 pytestmark = [
@@ -30,7 +28,6 @@ PREPARED = (
     "prepare_map",
     "shard_iterable",
     "seedable_shuffle",
-    "skip_first_batches",
 )
 
 
@@ -60,12 +57,11 @@ def options_of(config, sharding=None):
     }
 
 
-def epochs(loader, count, skip=0):
+def epochs(loader, count):
     found = []
     for epoch in range(count):
         loader.set_epoch(epoch)
-        batches = skip_first_batches(loader, skip) if skip else loader
-        found.append([as_list(batch) for batch in batches if not isinstance(batch, NoBatch)])
+        found.append([as_list(batch) for batch in loader if not isinstance(batch, NoBatch)])
     return found
 
 
@@ -76,30 +72,17 @@ def test_prepared_loaders(vector):
         lambda: user_loader(vector), vector["world"], "test", **options_of(vector["config"])
     )
     expected = vector["per_process"]
-    if vector["kind"] == "skip_first_batches_seedable":
-        # Accelerate repeats the epoch; ours goes on to the next
-        expected = [rank[:1] for rank in expected]
     for rank, loader in enumerate(loaders):
-        assert epochs(loader, len(expected[rank]), vector["skip_first_batches"]) == expected[rank]
+        assert epochs(loader, len(expected[rank])) == expected[rank]
         if vector["len"][rank] is not None:
             assert len(loader) == vector["len"][rank]
 
 
-@pytest.mark.parametrize(
-    "vector", vectors("SeedableRandomSampler", "SkipBatchSampler"), ids=lambda v: v["id"]
-)
+@pytest.mark.parametrize("vector", vectors("SeedableRandomSampler"), ids=lambda v: v["id"])
 def test_samplers(vector):
-    if vector["kind"] == "SeedableRandomSampler":
-        make = lambda: DataLoader(Indices(vector["n"]), batch_size=vector["n"], shuffle=True)  # noqa: E731
-        (loader,) = shards(make, 1, seed=vector["data_seed"])
-        assert [batches[0] for batches in epochs(loader, 3)] == vector["epochs_0_1_2"]
-        return
-    world = vector.get("world", 1)
-    loaders = shards(
-        lambda: DataLoader(Indices(vector["n"]), batch_size=vector["batch_size"]), world
-    )
-    found = [epochs(loader, 1, vector["skip"])[0] for loader in loaders]
-    assert found == vector.get("per_process", [vector.get("batches")])
+    make = lambda: DataLoader(Indices(vector["n"]), batch_size=vector["n"], shuffle=True)  # noqa: E731
+    (loader,) = shards(make, 1, seed=vector["data_seed"])
+    assert [batches[0] for batches in epochs(loader, 3)] == vector["epochs_0_1_2"]
 
 
 def read_dispatched(rank, world):
@@ -112,9 +95,7 @@ def read_dispatched(rank, world):
             loader = shard_dataloader(
                 loader, rank=rank, world_size=world, stage="test", options=options
             )
-            found[vector["id"]] = epochs(
-                loader, len(vector["per_process"][rank]), vector["skip_first_batches"]
-            )
+            found[vector["id"]] = epochs(loader, len(vector["per_process"][rank]))
     return found
 
 
@@ -135,7 +116,6 @@ def random_case(rng):
         "batch_size": batch * world if split else batch,
         "drop_last": rng.random() < 0.3,
         "kind": rng.choice(["sequential", "seedable", "stream"]),
-        "skip": rng.choice([0, 0, 1, 2]),
         "config": {
             "split_batches": split,
             "even_batches": rng.random() < 0.6,
@@ -168,9 +148,7 @@ def by_accelerate(case, rank):
     found = []
     for epoch in range(2):
         loader.set_epoch(epoch)
-        rest = accelerates_skip(loader, case["skip"]) if case["skip"] else loader
-        rest.set_epoch(epoch)  # its own loaders lose the epoch when batches are skipped
-        found.append([as_list(batch) for batch in rest])
+        found.append([as_list(batch) for batch in loader])
     return found
 
 
@@ -183,7 +161,7 @@ def test_random_cases():
             partial(make_loader, case), case["world"], "test", **options_of(case["config"])
         )
         for rank, loader in enumerate(loaders):
-            assert epochs(loader, 2, case["skip"]) == by_accelerate(case, rank), (
+            assert epochs(loader, 2) == by_accelerate(case, rank), (
                 number,
                 rank,
                 case,
@@ -199,7 +177,6 @@ def dispatch_beside_accelerate(rank, world):
             **random_case(rng),
             "world": world,
             "kind": rng.choice(["sequential", "stream"]),
-            "skip": 0,
         }
         case["batch_size"] = rng.randint(1, 5)
         # with less than one step Accelerate broadcasts None

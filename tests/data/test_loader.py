@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from data.datasets import Counted, Indices, Stream, as_list, make_loader, row_major, shards
-from lightning_zero3.strategies.data import NoBatch, skip_first_batches
+from lightning_zero3.strategies.data import NoBatch
 
 pytestmark = pytest.mark.timeout(100)
 N, WORLDS = 26, (1, 2, 3, 4)
@@ -223,12 +223,6 @@ def test_custom_batches_of_one_size_are_cut_like_samples():
 def test_without_batches():
     loaders = shards(lambda: DataLoader(Indices(5), batch_size=None), 2, even_batches=True)
     assert [run(loader) for loader in loaders] == [[0, 2, 4], [1, 3, 0]]
-
-
-def test_skip_first_batches():
-    loaders = shards(lambda: DataLoader(Indices(22), batch_size=4), 2)
-    skipped = [run(skip_first_batches(loader, 1)) for loader in loaders]
-    assert skipped == [[[8, 9, 10, 11], [16, 17, 18, 19]], [[12, 13, 14, 15], [20, 21, 0, 1]]]
 
 
 def test_a_second_pass_in_one_epoch_is_another_order_and_resumes():
