@@ -124,7 +124,7 @@ def read_source(loader: DataLoader, label: str) -> MapSource:
     size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
     batches = unwrap_index_recorder(loader.batch_sampler)
     is_plain = batches is not None and _is_plain(batches)
-    sampler = loader.sampler if batches is None else batches.sampler if is_plain else batches
+    sampler: Any = loader.sampler if batches is None else batches.sampler if is_plain else batches
     try:
         len(sampler)
     except (TypeError, NotImplementedError) as error:

@@ -323,11 +323,11 @@ def compare_streams(combined: Any, gather: Callable[[Any], list[Any]]) -> None:
         loader.compares_streams = False
         if len(set(samples)) > 1:
             raise ValueError(
-                f"{loader.label}: the ranks read different streams, so most samples would be lost:"
-                " the dataset shares itself out by rank, where by default each rank keeps its part"
-                " of a stream that all ranks read.\nChoose"
-                ' `Zero3Strategy(data=DataOptions(streams="own"))`; or streams="cut", if the stream'
-                " is the same on all ranks and only random augmentation differs."
+                f"{loader.label}: the ranks read different streams, and each would keep only its"
+                " part of what it reads: samples would be lost.\nIf the dataset shares itself out"
+                ' by rank, choose `Zero3Strategy(data=DataOptions(streams="own"))`. If it is'
+                " shuffled, seed it alike on all ranks. If only random augmentation of its samples"
+                ' differs, choose streams="cut".'
             )
 
 

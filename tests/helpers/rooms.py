@@ -76,7 +76,7 @@ ROOMS = [
         "sharded loaders that resume",
         "strategies/support",
         "torch numpy tqdm lightning",
-        tokens=14_288,
+        tokens=14_290,
     ),
     Room(
         "strategies/checkpoints",
