@@ -450,7 +450,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         # `_TrainingEpochLoop.advance` calls this after the user's hooks, which may edit groups, and
         # before the optimizer uses them.
         self._follow_groups()
-        self._data.on_train_batch_start(self._trainer)
+        assert self.engine is not None
+        self._data.on_train_batch_start(self._trainer, self.engine.collectives.all_gather_object)
         if self._stop_on_nonfinite and (
             self._finite_check is None or self._finite_check.engine is not self.engine
         ):

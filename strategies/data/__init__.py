@@ -14,14 +14,15 @@ Words: an epoch's **order** lists its samples; a **row** is one micro-batch on e
   to do at which of the Trainer's hooks.
 """
 
-from .loader import ShardedLoader, skip_first_batches
+from .loader import ShardedLoader
 from .no_batch import NoBatch
 from .options import DataOptions, Stage
 from .shard import shard_dataloader
-from .strategy import DataHooks, add_entries, own_entries
+from .strategy import DataHooks, add_entries, compare_streams, own_entries
 
 __all__ = [
     "add_entries",
+    "compare_streams",
     "own_entries",
     "DataHooks",
     "DataOptions",
@@ -29,5 +30,4 @@ __all__ = [
     "ShardedLoader",
     "Stage",
     "shard_dataloader",
-    "skip_first_batches",
 ]

@@ -50,6 +50,8 @@ class Feed(ABC):
         label: names rank and loader in errors.
         row_samples: samples that all ranks together get in one row.
         is_sharded_by_user: all that the loader yields is for this rank.
+        first_sample: the checksum of the newest pass's first sample over all ranks, if the ranks
+            read one stream; None until it was read.
     """
 
     kind: ClassVar[str]
@@ -57,15 +59,15 @@ class Feed(ABC):
     label: str
     row_samples: int
     is_sharded_by_user: bool
+    first_sample: int | None = None
 
     @abstractmethod
-    def start(self, place: Place, salt: int = 0, rows_to_skip: int = 0) -> Pairs:
+    def start(self, place: Place, salt: int = 0) -> Pairs:
         """Yield the batches from ``place`` on, each with the position after the batch.
 
         Args:
             place: where the pass begins.
             salt: tells the random numbers of loaders apart that are read side by side.
-            rows_to_skip: leave out the batches of so many rows.
         """
 
     @abstractmethod
@@ -75,9 +77,9 @@ class Feed(ABC):
         Ranks whose data the user shards are supposed to have as many as this one.
         """
 
-    @abstractmethod
     def is_finished(self, position: Any) -> bool:
-        """Whether the pass has no batch after ``position``."""
+        """Whether the pass has no batch after ``position``; asked of data without a length."""
+        raise NotImplementedError
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

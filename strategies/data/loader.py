@@ -22,7 +22,7 @@ from .options import DataOptions, Stage
 from .seeding import WorkerInit
 from .stream import is_stateful
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,9 @@ class ShardedLoader(DataLoader):
             not used; these do not count as handed over.
         find_number: returns which of the loaders that are read together this is.
         place_on_device: whether this loader copies batches to the device.
+        compares_streams: whether the ranks have yet to compare what they read of this stream, see
+            `compare_streams`.
         accumulate: micro-batches per step, as written into states.
-        batches_to_skip: how many batches the next pass alone leaves out.
         saved_run: the run that saved the loaded state; None again from the next epoch on.
     """
 
@@ -61,6 +62,7 @@ class ShardedLoader(DataLoader):
     count_prefetched_batches: Callable[[], int]
     find_number: Callable[[], int]
     place_on_device: bool
+    compares_streams: bool
     accumulate: int
     saved_run: SavedRun | None
 
@@ -89,6 +91,8 @@ class ShardedLoader(DataLoader):
         self.read_epoch = None
         self.count_prefetched_batches = self.find_number = _count_nothing
         self.place_on_device = options.prefetch_to_device and device.type != "cpu"
+        is_read_alike = options.streams is None and options.sharding != "dispatch"
+        self.compares_streams = feed.kind == "stream" and is_read_alike and world_size > 1
         self.accumulate = 1
         self.saved_run = None
         self._resume_place: Place | None = None
@@ -98,7 +102,6 @@ class ShardedLoader(DataLoader):
         # the rest of the bookkeeping.
         self._history: deque[tuple[int, Any, bool]] = deque(maxlen=3)
         self._loaded_state: dict[str, Any] | None = None
-        self.batches_to_skip = 0
         is_dispatched = options.sharding == "dispatch" and world_size > 1
         self._dispatch_group = dist.new_group(backend="gloo") if is_dispatched else None
 
@@ -108,8 +111,7 @@ class ShardedLoader(DataLoader):
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
-        rows_to_skip, self.batches_to_skip = self.batches_to_skip, 0
-        origin = self._begin_pass(rows_to_skip)
+        origin = self._begin_pass()
         if origin.is_finished:
             return
         length = self._length
@@ -119,7 +121,7 @@ class ShardedLoader(DataLoader):
             # Before the reading of pairs, because rank 0 of those that dispatch ends its own
             # steps, in which this rank assists, before it tells that there are no more.
             yield NoBatch()
-        pairs, wait = self._start_feed(origin, rows_to_skip), profile_range("wait for batch")
+        pairs, wait = self._start_feed(origin), profile_range("wait for batch")
         while True:
             with wait:
                 pair = next(pairs, None)
@@ -141,13 +143,13 @@ class ShardedLoader(DataLoader):
             # a step of a combined loader to which this loader gave no batch.
             self._history.append((batches, position, True))
 
-    def _begin_pass(self, batches_to_skip: int) -> Place:
+    def _begin_pass(self) -> Place:
         """Decide where this pass begins, and forget the batches of the pass before."""
         if self.read_epoch is not None:
             self.set_epoch(self.read_epoch())
-        origin = self._choose_origin()
-        origin = replace(origin, batches=origin.batches + batches_to_skip)
-        self._origin = origin
+        # A new object, even if the same pass begins again: an older iterator tells by it that it is
+        # not the newest.
+        self._origin = origin = replace(self._choose_origin())
         self._history.clear()
         if origin.is_finished:
             self._history.append((origin.batches, origin.position, True))
@@ -171,10 +173,10 @@ class ShardedLoader(DataLoader):
         # same pass begins again.
         return self._origin if last.batches - self._origin.batches <= 1 else Place(self.epoch)
 
-    def _start_feed(self, origin: Place, rows_to_skip: int) -> Iterator[tuple[Any, Any]]:
+    def _start_feed(self, origin: Place) -> Iterator[tuple[Any, Any]]:
         # Data that is made of noise must not be the same in validation, or in a loader beside.
         salt = derive_seed(self.stage == "fit", self.find_number())
-        pairs = self.feed.start(origin, salt, rows_to_skip)
+        pairs = self.feed.start(origin, salt)
         if self._dispatch_group is not None:
             pairs = dispatch(pairs, self._dispatch_group, self.label)
         if not self.place_on_device:
@@ -188,9 +190,7 @@ class ShardedLoader(DataLoader):
         """Count this rank's batches in a whole epoch; 1 if there is only a `NoBatch`."""
         length = self._length
         if length is None:
-            raise TypeError(
-                f"{self.label}: the loader has no length, because its dataset or sampler has none"
-            )
+            raise TypeError(f"{self.label}: the loader has no length, because its dataset has none")
         return length + self.is_empty
 
     @property
@@ -391,12 +391,6 @@ class ShardedLoader(DataLoader):
     def close(self) -> None:
         """End the workers, and keep the state."""
         self.feed.close()
-
-
-def skip_first_batches(loader: ShardedLoader, batches: int) -> ShardedLoader:
-    """Leave out this rank's first batches of the loader's next pass; O(1) for map-style data."""
-    loader.batches_to_skip = batches
-    return loader
 
 
 def _count_nothing() -> int:

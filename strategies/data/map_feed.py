@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader
 
 from ..support.random_states import derive_seed
 from .base_feed import Feed, Pairs, Place, copy_loader
-from .no_batch import NoBatch
 from .options import DataOptions, Stage
 from .sampler import ShardSampler
 from .seeding import SeededDataset, return_unchanged
@@ -39,7 +38,6 @@ class MapFeed(Feed):
         self.is_sharded_by_user = self.source.is_sharded_by_user
         self.sampler = ShardSampler(self.source, options, stage, rank, world, seed)
         self.row_samples = self.sampler.batch * self.sampler.world_size
-        self.needs_padding = stage != "fit" and not self.source.is_sized
         replaced: dict[str, Any] = {"sampler": self.sampler}
         if self.source.is_collated:
             recorder = loader.batch_sampler
@@ -59,21 +57,21 @@ class MapFeed(Feed):
             **replaced,
         )
 
-    def start(self, place: Place, salt: int = 0, rows_to_skip: int = 0) -> Pairs:
+    def start(self, place: Place, salt: int = 0) -> Pairs:
         """See `Feed`. The loader reads no sample before the first batch."""
         sampler, epoch, cycle = self.sampler, place.epoch, place.cycle
         sampler.begin_pass(epoch, cycle, 0 if place.is_new_epoch else place.position or 0)
-        sampler.start = start = sampler.plan().items_after(rows_to_skip)
         owner = self.rank if self.is_sharded_by_user else 0
         sampler.draw_seed = derive_seed(sampler.seed, epoch, cycle, salt, owner)
         plan = sampler.plan()
+        start = plan.start
         # Of this generator, `DataLoader` draws the seeds that workers begin with.
         self.loader.generator.manual_seed(derive_seed(sampler.draw_seed, self.rank, start))
         ranks = len(sampler.ranks)
         # Positions of full rows by multiplication, because this runs for every batch, and batches
         # can be tiny. The last full row is left out, because it may belong to the tail.
         row_items = plan.row_items
-        full_rows = (plan.items - start) // row_items - 1 if self.source.is_sized else 0
+        full_rows = (plan.items - start) // row_items - 1
         number = 0  # not `enumerate`, which would keep each batch until the next one is read
         for batch in iter(self.loader):
             row = number // ranks + 1
@@ -81,30 +79,18 @@ class MapFeed(Feed):
             if row < full_rows:
                 yield batch, start + row * row_items
             else:
-                yield batch, sampler.plan().items_after(row)
+                yield batch, plan.items_after(row)
             del batch  # the caller may have dropped the batch: free its memory for the next one
-        if self.needs_padding:
-            counts = sampler.batches_per_rank()
-            for _ in range(sum(max(counts) - counts[rank] for rank in sampler.ranks)):
-                yield NoBatch(), sampler.items
 
-    def batches_per_rank(self) -> list[int] | None:
+    def batches_per_rank(self) -> list[int]:
         """See `Feed`."""
-        if not self.source.is_sized:
-            return None
         counts = self.sampler.batches_per_rank()
         return counts * (self.world // len(counts))
 
-    def count_done_batches(self, position: int | None) -> int | None:
+    def count_done_batches(self, position: int | None) -> int:
         """See `Feed`. These and the batches to come are as many as a whole epoch's on any world."""
-        if not self.source.is_sized:
-            return None
         rank, plan = self.sampler.rank, self.sampler.plan
         return plan(0).batches(rank) - plan(position or 0).batches(rank)
-
-    def is_finished(self, position: int) -> bool:
-        """See `Feed`: whether no rank has a batch left."""
-        return self.sampler.plan(position).rows == 0
 
     def describe(self) -> dict[str, Any]:
         """See `Feed`."""
@@ -112,8 +98,7 @@ class MapFeed(Feed):
             "kind": self.kind,
             "order": self.source.kind,
             "unit": "batches" if self.source.has_batch_items else "samples",
-            "items": self.sampler.items if self.source.is_sized else None,
-            "generator": self.source.generator_state,
+            "items": self.sampler.items,
         }
 
     def save_position(self, position: int | None) -> int:
@@ -135,14 +120,7 @@ class MapFeed(Feed):
                     " other samples.\nResume with the same dataset and sampler, or start a new"
                     " run from the weights only."
                 )
-        self.use_generator_state(saved["generator"])
         return state
-
-    def use_generator_state(self, state: torch.Tensor | None) -> None:
-        """Draw orders from the user's own generator in ``state``; None changes nothing."""
-        if state is not None:
-            self.source.generator_state = state
-            self.sampler.forget_order()
 
     def set_epoch(self, epoch: int) -> None:
         """See `Feed`."""

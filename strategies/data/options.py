@@ -8,7 +8,6 @@ from typing import Literal
 from .order import TAILS, Tail
 
 Stage = Literal["fit", "validate", "test", "predict"]
-RNG_TYPES = ("torch", "cuda", "numpy", "python", "generator")
 
 
 @dataclass(frozen=True)
@@ -29,20 +28,18 @@ class DataOptions:
             batches.
         exact_evaluation: True: validation, test and prediction see every sample exactly once.
             False: they end like training.
-        streams: "cut": every rank reads the whole `IterableDataset` and keeps its part. "own": the
-            dataset shards itself by rank, and every item that it yields belongs to this rank.
+        streams: None: every rank reads the whole `IterableDataset` and keeps its part. Ranks whose
+            first samples differ are an error, because a dataset that shards itself by rank would
+            lose most of its samples. "own": the dataset shards itself by rank, as ``ddp`` needs it,
+            and every item that it yields belongs to this rank. "cut": as None, but samples may
+            differ by rank, as with augmentation from a generator that nobody seeds.
             Without a ``__len__`` it must yield equally many batches on all ranks. The next epoch
             does not continue an epoch that was cut short: it begins where that one began.
         seed: the seed of the order of samples. None: ``PL_GLOBAL_SEED`` if set, else rank 0's torch
-            seed.
+            seed. A sampler with a generator of its own has rank 0's ``initial_seed()`` of it.
         per_sample_seed: seed python, numpy and torch for every sample from (seed, epoch, index),
             not only for every batch, which makes augmentation independent of the world size too.
             Measured: 12 to 22 us a sample.
-        rng_types: the generators that all ranks set to rank 0's state. "generator": the generator
-            of the user's own sampler, when a loader is set up; without this choice, ranks whose
-            generators differ are an error. "torch", "cuda", "numpy", "python": the global
-            generators, at the start of every training epoch, which makes all ranks draw the same
-            dropout masks, see `random_states.synchronize`.
         distinct_rank_rng: give ranks distinct dropout streams once the weights exist.
         prefetch_to_device: copy batches to the accelerator ahead of time, on a stream of their own.
         on_world_change: the rule for a resume on another world size. "allow": a changed global
@@ -54,10 +51,9 @@ class DataOptions:
     even_batches: bool = True
     tail: Tail | None = None
     exact_evaluation: bool = True
-    streams: Literal["cut", "own"] = "cut"
+    streams: Literal["cut", "own"] | None = None
     seed: int | None = None
     per_sample_seed: bool = False
-    rng_types: tuple[str, ...] = ("generator",)
     distinct_rank_rng: bool = True
     prefetch_to_device: bool = True
     on_world_change: Literal["allow", "keep_global_batch"] = "allow"
@@ -65,11 +61,8 @@ class DataOptions:
     def __post_init__(self) -> None:
         self._check("sharding", ("batch", "split", "dispatch"))
         self._check("tail", (*TAILS, None))
-        self._check("streams", ("cut", "own"))
+        self._check("streams", ("cut", "own", None))
         self._check("on_world_change", ("allow", "keep_global_batch"))
-        unknown = [name for name in self.rng_types if name not in RNG_TYPES]
-        if unknown:
-            raise ValueError(f"rng_types must be among {RNG_TYPES}, got {unknown}")
         if self.sharding == "dispatch" and self.streams == "own":
             raise ValueError(
                 'sharding="dispatch" reads on rank 0 only, streams="own" reads on every rank:'

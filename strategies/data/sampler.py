@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from .options import DataOptions, Stage
-from .order import RowPlan, read_cell, stream_rows
+from .order import RowPlan, read_cell
 from .seeding import Cell
 from .source import MapSource
-
-_UNKNOWN = 1 << 62  # the length of an order whose end has not been seen
 
 
 class ShardSampler:
@@ -59,18 +56,13 @@ class ShardSampler:
             )
         return self.options.batch_per_rank(source.batch_size, world, source.label)
 
-    def forget_order(self) -> None:
-        """Drop the cached order, because the source draws another one now."""
-        self._cached_order = None
-
     def begin_pass(self, epoch: int, cycle: int, start: int) -> None:
         """Make the next iteration yield the rest of this pass, after ``start`` items."""
         self.epoch, self.cycle, self.start = epoch, cycle, start
-        self._drawn_items = _UNKNOWN
 
     @property
     def order(self) -> Sequence[Any]:
-        """The items of the current pass, if the sampler has a length."""
+        """The items of the current pass."""
         key = (self.seed, self.epoch, self.cycle)
         if self._cached_order is None or self._cached_order[0] != key:
             self._cached_order = (key, self.source.order(*key))
@@ -79,9 +71,7 @@ class ShardSampler:
     @property
     def items(self) -> int:
         """The number of items that are used; exact layouts drop as many as one process would."""
-        if not self.source.is_sized:
-            count = self._drawn_items
-        elif self.source.kind in ("sequential", "shuffled"):
+        if self.source.kind in ("sequential", "shuffled"):
             count = len(self.source.sampler)  # without drawing the order
         else:
             count = len(self.order)
@@ -91,10 +81,7 @@ class ShardSampler:
         return self.source.drop_last and self.tail == "balance"
 
     def plan(self, start: int | None = None) -> RowPlan:
-        """Plan the rows of the current pass, after ``start`` items (None: those of the pass).
-
-        The plan of an order without a length has an end only once that was seen.
-        """
+        """Plan the rows of the current pass, after ``start`` items (None: those of the pass)."""
         items = self.items
         start = min(self.start if start is None else start, items)
         drops_last = self.source.drop_last and not self._drops_like_one_process()
@@ -103,7 +90,7 @@ class ShardSampler:
     def __iter__(self) -> Iterator[Any]:
         seed = self.draw_seed
         sample_key = (self.seed, self.epoch) if self.options.per_sample_seed else None
-        for place, cell in self._cut() if self.source.is_sized else self._cut_unsized():
+        for place, cell in self._cut():
             if cell:
                 items = list(cell[0]) if self.source.has_batch_items else cell
                 yield Cell(items, sample_key or (seed, place))
@@ -123,38 +110,9 @@ class ShardSampler:
             for rank in self.ranks:
                 yield plan.bounds(row, rank)[0], read_cell(order, plan, row, rank)
 
-    def _cut_unsized(self) -> Iterator[tuple[int, list[Any]]]:
-        head: list[Any] = []
-        items = self._draw_items(head)
-        if self._drops_like_one_process():
-            items = _drop_last(items, self.source.batch_size)
-        for row, cut in enumerate(stream_rows(items, self.plan(), lambda: None, head)):
-            for rank in self.ranks:
-                # A new plan, because the end may have been seen meanwhile.
-                yield self.plan().bounds(row, rank)[0], cut.cells[rank]
-
-    def _draw_items(self, head: list[Any]) -> Iterator[Any]:
-        """Draw the items after the first ``start``, and add the first row's to ``head``."""
-        place = 0
-        for item in self.source.draw_unsized(self.seed, self.epoch, self.cycle):
-            if len(head) < self.batch * self.world_size:
-                head.append(item)
-            place += 1
-            if place > self.start:
-                yield item
-        self._drawn_items = place
-
     def __len__(self) -> int:
         return sum(self.plan().batches(rank) for rank in self.ranks)
 
     def batches_per_rank(self) -> list[int]:
-        """Count the batches of every rank in a whole epoch.
-
-        The counts of an order without a length are right only once its end was seen.
-        """
+        """Count the batches of every rank in a whole epoch."""
         return self.plan(0).batches_per_rank()
-
-
-def _drop_last(items: Iterator[Any], batch_size: int) -> Iterator[Any]:
-    while len(batch := list(islice(items, batch_size))) == batch_size:
-        yield from batch

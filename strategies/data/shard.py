@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
-import zlib
 from typing import Any
 
 import torch
@@ -54,22 +52,12 @@ def shard_dataloader(
     label = f"rank {rank}, {loader_name}"
     seed = _choose_seed(options)
     feed, facts = _make_feed(loader, options, stage, rank, world_size, seed, label)
-    generator = feed.source.generator_state if isinstance(feed, MapFeed) else None
-    seed, generator = _compare_facts(facts, (seed, generator), loader_name, rank, world_size)
+    if isinstance(feed, MapFeed) and feed.source.seed is not None:
+        seed = feed.source.seed & 0x7FFFFFFF
+    seed = _compare_facts(facts, seed, loader_name, rank, world_size)
     assert feed is not None
     feed.reseed(seed)
-    if isinstance(feed, MapFeed) and "generator" in options.rng_types:
-        feed.use_generator_state(generator)
     _check_lengths(feed, stage, loader_name, world_size)
-    reads_whole = options.streams == "cut" and options.sharding != "dispatch"
-    if feed.kind == "stream" and reads_whole and world_size > 1 and rank == 0:
-        warnings.warn(
-            f"{loader_name}: every rank reads the whole stream and keeps one of"
-            f' {world_size} batches (streams="cut"). If the dataset already shards itself by rank,'
-            " samples are lost.\nChoose"
-            ' `Zero3Strategy(data=DataOptions(streams="own"))` in that case.',
-            stacklevel=2,
-        )
     device = device or torch.device("cpu")
     sharded = ShardedLoader(feed, loader, options, stage, rank, world_size, seed, device)
     if sharded.place_on_device and device.type == "cuda":
@@ -101,7 +89,7 @@ def _make_feed(
     make = StreamFeed if isinstance(loader.dataset, IterableDataset) else MapFeed
     try:
         feed = make(loader, options, stage, rank, world_size, seed, label)
-        return feed, _collect_facts(feed, loader, options)
+        return feed, _collect_facts(feed, loader)
     except (ValueError, IndexError) as error:
         return None, {"problem": str(error)}
 
@@ -114,7 +102,7 @@ def _choose_seed(options: DataOptions) -> int:
     return torch.initial_seed() & 0x7FFFFFFF
 
 
-def _collect_facts(feed: Feed, loader: DataLoader, options: DataOptions) -> dict[str, Any]:
+def _collect_facts(feed: Feed, loader: DataLoader) -> dict[str, Any]:
     """Collect the facts that all ranks must have in common, by their names in errors."""
     facts = {
         "kind": feed.kind,
@@ -130,21 +118,17 @@ def _collect_facts(feed: Feed, loader: DataLoader, options: DataOptions) -> dict
         if source.kind in ("custom", "batches"):
             # One seed on all ranks, because the sampler may draw from the global generators.
             facts["checksum of the sampler's order"] = source.fingerprint(0)
-        if source.generator_state is not None and "generator" not in options.rng_types:
-            facts["state of the sampler's generator"] = zlib.crc32(
-                source.generator_state.numpy().tobytes()
-            )
     return facts
 
 
 def _compare_facts(
-    facts: dict[str, Any], shared: Any, loader_name: str, rank: int, world_size: int
-) -> Any:
-    """Compare all ranks' facts; returns rank 0's ``shared``. A collective."""
-    entries: list[Any] = [(facts, shared)]
+    facts: dict[str, Any], seed: int, loader_name: str, rank: int, world_size: int
+) -> int:
+    """Compare all ranks' facts; returns rank 0's seed. A collective."""
+    entries: list[Any] = [(facts, seed)]
     if world_size > 1 and dist.is_initialized():
         entries = [None] * world_size
-        dist.all_gather_object(entries, (facts, shared))
+        dist.all_gather_object(entries, (facts, seed))
     for other, (other_facts, _) in enumerate(entries):
         if "problem" in other_facts:
             where = "" if other == rank else f"on rank {other}: "

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, count, islice
 from typing import Any, Literal
 
 import numpy as np
@@ -15,11 +14,9 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ..support.random_states import derive_seed, scoped, seed_cpu
-from .seeding import draw_apart
+from ..support.random_states import derive_seed, scoped
 
-_CHUNK = 1024  # items of an order without a length that are drawn at a time
-Kind = Literal["sequential", "shuffled", "drawn", "custom", "batches"]
+Kind = Literal["sequential", "shuffled", "custom", "batches"]
 
 
 @dataclass
@@ -27,9 +24,8 @@ class MapSource:
     """The order in which a map-style loader reads.
 
     Attributes:
-        kind: "sequential"; "shuffled" (`RandomSampler`); "drawn": a sampler with the user's own
-            generator, whose successive draws are the epochs' orders; "custom": any other sampler;
-            "batches": a custom batch sampler.
+        kind: "sequential"; "shuffled" (`RandomSampler`); "custom": any other sampler; "batches": a
+            custom batch sampler.
         sampler: the user's sampler or batch sampler.
         batch_size: samples in one of the user's batches; 1 where the items of the order are whole
             batches.
@@ -37,11 +33,7 @@ class MapSource:
         is_collated: False with ``batch_size=None``, where each item of the order is loaded alone.
         has_batch_items: an item of the order is a whole batch (a list of indices).
         is_sharded_by_user: the sampler is a `DistributedSampler`, whose items are for this rank.
-        generator_state: the state of the user's own generator when the loader was set up, or in the
-            run that is resumed.
-        shares_generator: the loader draws its workers' seed from the sampler's generator too,
-            before the sampler draws.
-        is_sized: the sampler has a length; a sampler without one may never end.
+        seed: the first seed of the sampler's own generator, which becomes that of the loader.
         size: samples in the dataset; None if it has no length.
         label: names rank and loader in errors.
     """
@@ -53,9 +45,7 @@ class MapSource:
     is_collated: bool
     has_batch_items: bool
     is_sharded_by_user: bool
-    generator_state: torch.Tensor | None
-    shares_generator: bool
-    is_sized: bool
+    seed: int | None
     size: int | None
     label: str
 
@@ -63,34 +53,12 @@ class MapSource:
         """Draw the items of one pass over the data; ``cycle`` counts passes within the epoch."""
         order = self._draw_order(seed, epoch, cycle)
         if self.kind not in ("sequential", "shuffled"):
-            self._check_range(order, 0, epoch)
+            self._check_range(order, epoch)
         return order
-
-    def draw_unsized(self, seed: int, epoch: int, cycle: int) -> Iterator[Any]:
-        """Draw the items of one pass one by one, if the sampler has no length."""
-        # Only the seed of the user's own generator counts: without an end of one epoch's draws,
-        # there is no state to begin the next epoch at.
-        if self.generator_state is not None:
-            seed = _make_generator(self.generator_state).initial_seed()
-        return chain.from_iterable(
-            draw_apart(self._draw_chunks(_pass_seed(seed, epoch, cycle), epoch))
-        )
-
-    def _draw_chunks(self, pass_seed: int, epoch: int) -> Iterator[list[Any]]:
-        seed_cpu(derive_seed(pass_seed))  # the sampler may draw from any global generator
-        items = iter(self._make_epoch_sampler(pass_seed, epoch))
-        for first in count(0, _CHUNK):
-            chunk = list(islice(items, _CHUNK))
-            self._check_range(chunk, first, epoch)
-            if not chunk:
-                return
-            yield chunk
 
     def _draw_order(self, seed: int, epoch: int, cycle: int) -> Sequence[Any]:
         if self.kind == "sequential":
             return range(len(self.sampler))
-        if self.kind == "drawn":
-            return self._draw_from_user_generator(epoch, cycle)
         pass_seed = _pass_seed(seed, epoch, cycle)
         if self.kind == "shuffled":
             return self._draw_shuffled(torch.Generator().manual_seed(pass_seed))
@@ -113,19 +81,6 @@ class MapSource:
         plain = RandomSampler(range(size), sampler.replacement, count, generator)
         return np.fromiter(plain, np.int64)
 
-    def _draw_from_user_generator(self, epoch: int, cycle: int) -> Sequence[Any]:
-        assert self.generator_state is not None
-        generator = _make_generator(self.generator_state)
-        if cycle:
-            generator.manual_seed(derive_seed(generator.initial_seed(), epoch, cycle))
-        sampler = _copy_with_generator(self.sampler, generator)
-        for _ in range(1 if cycle else epoch + 1):
-            if self.shares_generator:
-                # The draw of `_BaseDataLoaderIter.__init__` in torch, for its `_base_seed`.
-                torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
-            items = list(sampler)
-        return items
-
     def _flatten_batches(self, batches: list[Any], epoch: int) -> list[Any]:
         sizes = {len(batch) for batch in batches[:-1]}
         if sizes - {self.batch_size} or (batches and len(batches[-1]) > self.batch_size):
@@ -137,7 +92,7 @@ class MapSource:
             )
         return [index for batch in batches for index in batch]
 
-    def _check_range(self, order: Sequence[Any], first: int, epoch: int) -> None:
+    def _check_range(self, order: Sequence[Any], epoch: int) -> None:
         if self.size is None or not len(order):
             return
         indices = [i for batch in order for i in batch] if self.has_batch_items else order
@@ -150,33 +105,38 @@ class MapSource:
         if values.dtype.kind in "iu" and bad_places.size:
             raise IndexError(
                 f"{self.label}: {type(self.sampler).__name__} yields index {values[bad_places[0]]}"
-                f" (place {first + bad_places[0]} of epoch {epoch}; {bad_places.size} bad indices"
+                f" (place {bad_places[0]} of epoch {epoch}; {bad_places.size} bad indices"
                 f" in all), but the dataset has {self.size} samples, so 0 to {self.size - 1} are"
                 " valid.\nWas the sampler made for another dataset?"
             )
 
     def fingerprint(self, seed: int) -> int:
-        """Compute a checksum of the first epoch's order, to compare across ranks.
-
-        For an order without a length the checksum is of the first 1024 items.
-        """
-        if self.is_sized:
-            items = list(self.order(seed, 0, 0))
-        else:
-            items = list(islice(self.draw_unsized(seed, 0, 0), _CHUNK))
-        return zlib.crc32(repr(items).encode())
+        """Compute a checksum of the first epoch's order, to compare across ranks."""
+        return zlib.crc32(repr(list(self.order(seed, 0, 0))).encode())
 
 
 def read_source(loader: DataLoader, label: str) -> MapSource:
-    """Describe the order of a map-style loader; ``label`` names rank and loader in errors."""
+    """Describe the order of a map-style loader; ``label`` names rank and loader in errors.
+
+    Raises:
+        ValueError: the sampler has no length.
+    """
     size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
     batches = unwrap_index_recorder(loader.batch_sampler)
+    is_plain = batches is not None and _is_plain(batches)
+    sampler: Any = loader.sampler if batches is None else batches.sampler if is_plain else batches
+    try:
+        len(sampler)
+    except (TypeError, NotImplementedError) as error:
+        raise ValueError(
+            f"{label}: {type(sampler).__name__} has no length, without which nothing tells where"
+            " an epoch ends.\nGive the sampler a `__len__`, or set"
+            " Trainer(use_distributed_sampler=False) and share out the data yourself."
+        ) from error
     if batches is None:
-        return _describe_sampler(loader, loader.sampler, 1, False, size, label, is_collated=False)
-    if _is_plain(batches):
-        return _describe_sampler(
-            loader, batches.sampler, batches.batch_size, batches.drop_last, size, label
-        )
+        return _describe_sampler(sampler, 1, False, size, label, is_collated=False)
+    if is_plain:
+        return _describe_sampler(sampler, batches.batch_size, batches.drop_last, size, label)
     return _describe_batches(batches, size, label)
 
 
@@ -199,7 +159,6 @@ def is_torchdata(obj: Any) -> bool:
 
 
 def _describe_sampler(
-    loader: DataLoader,
     sampler: Any,
     batch_size: int,
     drop_last: bool,
@@ -211,8 +170,6 @@ def _describe_sampler(
     kind: Kind = "custom"
     if type(sampler) is SequentialSampler:
         kind = "sequential"
-    elif isinstance(generator, torch.Generator):
-        kind = "drawn"
     elif type(sampler) is RandomSampler or (
         is_torchdata(sampler) and type(sampler).__name__ == "RandomSampler"
     ):
@@ -225,9 +182,7 @@ def _describe_sampler(
         is_collated=is_collated,
         has_batch_items=False,
         is_sharded_by_user=isinstance(sampler, DistributedSampler),
-        generator_state=generator.get_state() if kind == "drawn" else None,
-        shares_generator=generator is not None and loader.generator is generator,
-        is_sized=_is_sized(sampler),
+        seed=generator.initial_seed() if isinstance(generator, torch.Generator) else None,
         size=size,
         label=label,
     )
@@ -240,14 +195,12 @@ def _describe_batches(batches: Any, size: int | None, label: str) -> MapSource:
     whole.
     """
     batch_size: Any = getattr(batches, "batch_size", None)
-    is_sized = _is_sized(batches)
     first: list[Any] = []
-    if isinstance(batch_size, int) and is_sized:
+    if isinstance(batch_size, int):
         with scoped():
             first = list(batches)
     has_fixed_size = (
-        is_sized
-        and isinstance(batch_size, int)
+        isinstance(batch_size, int)
         and all(len(batch) == batch_size for batch in first[:-1])
         and len((first or [[]])[-1]) <= batch_size
     )
@@ -259,9 +212,7 @@ def _describe_batches(batches: Any, size: int | None, label: str) -> MapSource:
         is_collated=True,
         has_batch_items=not has_fixed_size,
         is_sharded_by_user=isinstance(getattr(batches, "sampler", None), DistributedSampler),
-        generator_state=None,
-        shares_generator=False,
-        is_sized=is_sized,
+        seed=None,
         size=size,
         label=label,
     )
@@ -269,20 +220,6 @@ def _describe_batches(batches: Any, size: int | None, label: str) -> MapSource:
 
 def _pass_seed(seed: int, epoch: int, cycle: int) -> int:
     return seed + epoch if cycle == 0 else derive_seed(seed, epoch, cycle)
-
-
-def _make_generator(state: torch.Tensor) -> torch.Generator:
-    generator = torch.Generator()
-    generator.set_state(state)
-    return generator
-
-
-def _is_sized(sampler: Any) -> bool:
-    try:
-        len(sampler)
-    except (TypeError, NotImplementedError):
-        return False
-    return True
 
 
 def _copy_with_generator(sampler: Iterable[Any], generator: torch.Generator) -> Any:

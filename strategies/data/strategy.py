@@ -7,7 +7,7 @@ whole life and calls it in these of its own methods::
     def setup(self, trainer):             ...weights exist...; self.data.seed_ranks(trainer)
     def process_dataloader(self, loader): return self.data.shard(trainer, loader)
     def on_train_start(self):             self.data.on_train_start(trainer)
-    def on_train_batch_start(self, ...):  self.data.on_train_batch_start(trainer)
+    def on_train_batch_start(self, ...):  self.data.on_train_batch_start(trainer, gather)
     def save_checkpoint(self, checkpoint, ...): self.data.save(trainer, checkpoint); ...
     def load_checkpoint(self, ...):       ...; self.data.load(checkpoint)
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -71,7 +71,7 @@ class DataHooks:
         self._saved_rng: dict[str, Any] | None = None
         # Loaded states of ranks that this run lacks, kept for a later run that has these ranks.
         self._extra_rank_states: list[random_states.State] = []
-        self._synchronized_epoch: int | None = None
+        self._compared_epoch: int | None = None
 
     # ---- before training -------------------------------------------------------------------
 
@@ -133,6 +133,7 @@ class DataHooks:
 
         The Trainer calls this after the sanity check and the restore, before the first batch.
         """
+        self._compared_epoch = None
         fit_loop = trainer.fit_loop
         combined = fit_loop._combined_loader
         loaders = sharded_loaders(combined)
@@ -187,12 +188,11 @@ class DataHooks:
                 stacklevel=2,
             )
 
-    def on_train_batch_start(self, trainer: Any) -> None:
-        """Synchronise the generators in ``options.rng_types``, once an epoch."""
-        types = [name for name in self.options.rng_types if name != "generator"]
-        if types and self._synchronized_epoch != trainer.current_epoch:
-            self._synchronized_epoch = trainer.current_epoch
-            random_states.synchronize(types)
+    def on_train_batch_start(self, trainer: Any, gather: Callable[[Any], list[Any]]) -> None:
+        """Compare the ranks' streams, once an epoch."""
+        if self._compared_epoch != trainer.current_epoch:
+            self._compared_epoch = trainer.current_epoch
+            compare_streams(trainer.fit_loop._combined_loader, gather)
 
     def _continue_cycles(self, combined: Any, loaders: list[ShardedLoader]) -> None:
         """Tell the combined loader which of its loaders had ended once before the checkpoint."""
@@ -301,6 +301,34 @@ def sharded_loaders(combined: Any) -> list[ShardedLoader]:
     """List the loaders of a combined loader that are `ShardedLoader` objects."""
     flattened = [] if combined is None else combined.flattened
     return [loader for loader in flattened if isinstance(loader, ShardedLoader)]
+
+
+def compare_streams(combined: Any, gather: Callable[[Any], list[Any]]) -> None:
+    """Compare the first samples that the ranks have read of streams that they read alike.
+
+    A collective, once for each loader; samples that cannot be pickled are not compared.
+
+    Args:
+        combined: the combined loader of the Trainer's loop.
+        gather: returns an object of every rank, in rank order.
+
+    Raises:
+        ValueError: on all ranks, if the samples differ.
+    """
+    loaders = [loader for loader in sharded_loaders(combined) if loader.compares_streams]
+    everyone = gather([loader.feed.first_sample for loader in loaders]) if loaders else []
+    for loader, samples in zip(loaders, zip(*everyone, strict=True), strict=True):
+        if None in samples:
+            continue
+        loader.compares_streams = False
+        if len(set(samples)) > 1:
+            raise ValueError(
+                f"{loader.label}: the ranks read different streams, and each would keep only its"
+                " part of what it reads: samples would be lost.\nIf the dataset shares itself out"
+                ' by rank, choose `Zero3Strategy(data=DataOptions(streams="own"))`. If it is'
+                " shuffled, seed it alike on all ranks. If only random augmentation of its samples"
+                ' differs, choose streams="cut".'
+            )
 
 
 def _load_states(fit_loop: Any) -> None:

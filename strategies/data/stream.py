@@ -22,6 +22,7 @@ from ..support.random_states import derive_seed, seed_cpu
 from .no_batch import NoBatch
 from .order import RowPlan, stream_rows
 from .seeding import draw_apart
+from .tensor_pickle import checksum
 
 # How a pass uses its position: not at all, or to continue the epoch or begin the next one there.
 _FROM_BEGINNING, _WITHIN_EPOCH, _AFTER_EPOCH = 0, 1, 2
@@ -43,6 +44,7 @@ class WorkerRow(NamedTuple):
     worker: int
     batches: list[Any]  # of the ranks that are asked for and have one
     mark: MarkedRow
+    first_sample: int | None  # the checksum of the pass's first sample, with the worker's first row
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +152,7 @@ class StreamShard(IterableDataset):
             cursor.begin_pass(mark, self.label if worker == 0 else None)
         self.begin_state = cursor.begin_state
         rows = stream_rows(cursor, self.shape, cursor.make_mark, cursor.head, mark)
+        needs_checksum = self.shape.world > 1
         for row in itertools.islice(rows, rows_to_skip, None):
             read = 0 if row.mark is None else row.mark["read"]
             batches = [
@@ -157,7 +160,10 @@ class StreamShard(IterableDataset):
                 for rank in self.ranks
                 if row.cells[rank] or self.needs_padding
             ]
-            yield WorkerRow(worker, batches, (row.mark, row.rows_to_skip, row.is_last))
+            first_sample = checksum(row.cells[0][0]) if needs_checksum else None
+            needs_checksum = False
+            mark_after = (row.mark, row.rows_to_skip, row.is_last)
+            yield WorkerRow(worker, batches, mark_after, first_sample)
             del batches
 
     def _make_batch(self, cell: list[Any], seed: int) -> Any:

@@ -70,7 +70,7 @@ class StreamFeed(Feed):
         self.workers = loader.num_workers
         self._rewind_state: Any = None  # the state from which the next pass begins again
 
-    def start(self, place: Place, salt: int = 0, rows_to_skip: int = 0) -> Pairs:
+    def start(self, place: Place, salt: int = 0) -> Pairs:
         """See `Feed`."""
         position, is_new_epoch = place.position or StreamPosition(), place.is_new_epoch
         if self._rewind_state is not None and not position.marks:
@@ -89,15 +89,15 @@ class StreamFeed(Feed):
         # Of this generator, `DataLoader` draws the seeds that workers begin with.
         self.loader.generator.manual_seed(derive_seed(seed, self.rank))
         reached = StreamPosition() if is_new_epoch else position
+        self.first_sample = None
         for row in iter(self.loader):
             if row is None:
                 continue
             reached = reached.advance(row, self.workers)
             batches = row.batches
+            if self.first_sample is None:
+                self.first_sample = row.first_sample
             del row
-            if rows_to_skip:
-                rows_to_skip -= 1
-                batches.clear()
             while batches:
                 yield batches.pop(0), reached
 

@@ -15,7 +15,7 @@ from lightning.pytorch.loops import _EvaluationLoop, _PredictionLoop
 from typing_extensions import override
 
 from ..collectives import DivergenceError, Meeting
-from ..data import NoBatch, ShardedLoader
+from ..data import NoBatch, ShardedLoader, compare_streams
 from ..engine import Zero3Engine, compare_notes
 from ..liveness.position import Activity
 from ..liveness.strategy import WatchedStrategy
@@ -59,15 +59,15 @@ class EvaluationStrategy(WatchedStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        self._end_turns()
+        self._end_turns(self._trainer._evaluation_loop)
 
     @override
     def on_test_end(self) -> None:
-        self._end_turns()
+        self._end_turns(self._trainer._evaluation_loop)
 
     @override
     def on_predict_end(self) -> None:
-        self._end_turns()
+        self._end_turns(self._trainer.predict_loop)
         for index, predictions in enumerate(self._trainer.predict_loop._predictions):
             predictions[:] = [
                 prediction
@@ -110,7 +110,7 @@ class EvaluationStrategy(WatchedStrategy):
                 # A loader of the user, of unknown length, must have as many batches on each rank.
                 self._turns.append(iter(()))
 
-    def _end_turns(self) -> None:
+    def _end_turns(self, loop: _EvaluationLoop | _PredictionLoop) -> None:
         """Compare at the end of an evaluation what all ranks did; collective."""
         assert self.engine is not None
         # hazard: a loader that ends sooner than its length says, or that has no length, would leave
@@ -118,6 +118,7 @@ class EvaluationStrategy(WatchedStrategy):
         self.engine.collectives.meet(Meeting.EVALUATED)
         # Else the next backward compares, but there may be none.
         compare_notes(self.engine.collectives)
+        compare_streams(loop._combined_loader, self.engine.collectives.all_gather_object)
         self.end_evaluation()
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

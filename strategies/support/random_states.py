@@ -1,4 +1,4 @@
-"""States of the random generators: capture, restore, derive, synchronize.
+"""States of the random generators: capture, restore, derive.
 
 Four generators count: python's ``random``, numpy's global one, torch's CPU generator and the
 current CUDA device's. A state is a dict of tensors and numbers only, so that ``torch.load`` reads
@@ -136,21 +136,6 @@ def restore_rank(states: Sequence[State], rank: int, seed: int, step: int) -> No
         restore(states[rank])
     else:
         seed_all(derive_seed(seed, rank, step))
-
-
-def synchronize(names: Sequence[str]) -> None:
-    """Set the generators ``names`` of all ranks to rank 0's states. Collective.
-
-    Names are "torch", "cuda", "numpy" and "python". From there on all ranks draw the *same* dropout
-    masks, and the same augmentation in the main process, for their different samples, which
-    correlates the ranks' gradients. Runs seldom want that; the order of samples does not need it.
-    """
-    if not dist.is_initialized():
-        return
-    own = capture()
-    states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, {name: own[name] for name in names if name in own})
-    restore({**own, **states[0]})
 
 
 def _cuda_in_use() -> bool:

@@ -120,6 +120,33 @@ class StatefulStream(Stream):
         self.loads += 1
 
 
+class RankStream(Stream):
+    """Picks its samples by rank, as under `ddp`; worker processes know no rank, so it is told."""
+
+    def __init__(self, size, rank, world):
+        super().__init__(size // world)
+        self.rank, self.world = rank, world
+
+    def __iter__(self):
+        return (index * self.world + self.rank for index in super().__iter__())
+
+
+class ShuffledStream(Stream):
+    """Shuffled by python's global generator."""
+
+    def __iter__(self):
+        items = list(range(self.size))
+        random.shuffle(items)
+        return iter(items)
+
+
+class FunctionStream(RankStream):
+    """Samples that cannot be pickled."""
+
+    def __iter__(self):
+        return ((lambda index=index: index) for index in super().__iter__())
+
+
 class FlaggedStream(Stream):
     """Begins anew at every ``iter`` but the one after a load; its state at the end is the end."""
 

@@ -8,11 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from accelerate.data_loader import prepare_data_loader
-from accelerate.data_loader import skip_first_batches as accelerates_skip
 from accelerate.state import PartialState
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 from data.datasets import Indices, Stream, as_list, shards
 from helpers.ranks import run_ranks
@@ -20,20 +18,16 @@ from lightning_zero3.strategies.data import (
     DataOptions,
     NoBatch,
     shard_dataloader,
-    skip_first_batches,
 )
 
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore:.*every rank reads the whole stream"),
 ]
 VECTORS = json.loads((Path(__file__).parent / "vectors" / "accelerate.json").read_text())["vectors"]
 PREPARED = (
     "prepare_map",
     "shard_iterable",
     "seedable_shuffle",
-    "generator_shuffle",
-    "skip_first_batches",
 )
 
 
@@ -46,13 +40,6 @@ def user_loader(vector):
     n, kwargs = vector["n"], {"batch_size": vector["batch_size"], "drop_last": vector["drop_last"]}
     if "iterable" in vector["kind"]:
         return DataLoader(Stream(n, length="nolen" not in vector["kind"]), **kwargs)
-    if vector["kind"] == "generator_shuffle":
-        # Accelerate gives the sampler a generator that is seeded from torch's.
-        drawn = torch.empty((), dtype=torch.int64).random_(
-            generator=torch.Generator().manual_seed(vector["seed"])
-        )
-        sampler = RandomSampler(Indices(n), generator=torch.Generator().manual_seed(drawn.item()))
-        return DataLoader(Indices(n), sampler=sampler, **kwargs)
     return DataLoader(Indices(n), shuffle=vector["shuffle"], **kwargs)
 
 
@@ -70,12 +57,11 @@ def options_of(config, sharding=None):
     }
 
 
-def epochs(loader, count, skip=0):
+def epochs(loader, count):
     found = []
     for epoch in range(count):
         loader.set_epoch(epoch)
-        batches = skip_first_batches(loader, skip) if skip else loader
-        found.append([as_list(batch) for batch in batches if not isinstance(batch, NoBatch)])
+        found.append([as_list(batch) for batch in loader if not isinstance(batch, NoBatch)])
     return found
 
 
@@ -86,30 +72,17 @@ def test_prepared_loaders(vector):
         lambda: user_loader(vector), vector["world"], "test", **options_of(vector["config"])
     )
     expected = vector["per_process"]
-    if vector["kind"] == "skip_first_batches_seedable":
-        # Accelerate repeats the epoch; ours goes on to the next
-        expected = [rank[:1] for rank in expected]
     for rank, loader in enumerate(loaders):
-        assert epochs(loader, len(expected[rank]), vector["skip_first_batches"]) == expected[rank]
+        assert epochs(loader, len(expected[rank])) == expected[rank]
         if vector["len"][rank] is not None:
             assert len(loader) == vector["len"][rank]
 
 
-@pytest.mark.parametrize(
-    "vector", vectors("SeedableRandomSampler", "SkipBatchSampler"), ids=lambda v: v["id"]
-)
+@pytest.mark.parametrize("vector", vectors("SeedableRandomSampler"), ids=lambda v: v["id"])
 def test_samplers(vector):
-    if vector["kind"] == "SeedableRandomSampler":
-        make = lambda: DataLoader(Indices(vector["n"]), batch_size=vector["n"], shuffle=True)  # noqa: E731
-        (loader,) = shards(make, 1, seed=vector["data_seed"])
-        assert [batches[0] for batches in epochs(loader, 3)] == vector["epochs_0_1_2"]
-        return
-    world = vector.get("world", 1)
-    loaders = shards(
-        lambda: DataLoader(Indices(vector["n"]), batch_size=vector["batch_size"]), world
-    )
-    found = [epochs(loader, 1, vector["skip"])[0] for loader in loaders]
-    assert found == vector.get("per_process", [vector.get("batches")])
+    make = lambda: DataLoader(Indices(vector["n"]), batch_size=vector["n"], shuffle=True)  # noqa: E731
+    (loader,) = shards(make, 1, seed=vector["data_seed"])
+    assert [batches[0] for batches in epochs(loader, 3)] == vector["epochs_0_1_2"]
 
 
 def read_dispatched(rank, world):
@@ -122,9 +95,7 @@ def read_dispatched(rank, world):
             loader = shard_dataloader(
                 loader, rank=rank, world_size=world, stage="test", options=options
             )
-            found[vector["id"]] = epochs(
-                loader, len(vector["per_process"][rank]), vector["skip_first_batches"]
-            )
+            found[vector["id"]] = epochs(loader, len(vector["per_process"][rank]))
     return found
 
 
@@ -144,8 +115,7 @@ def random_case(rng):
         "n": rng.randint(1, 70),
         "batch_size": batch * world if split else batch,
         "drop_last": rng.random() < 0.3,
-        "kind": rng.choice(["sequential", "seedable", "generator", "stream"]),
-        "skip": rng.choice([0, 0, 1, 2]),
+        "kind": rng.choice(["sequential", "seedable", "stream"]),
         "config": {
             "split_batches": split,
             "even_batches": rng.random() < 0.6,
@@ -161,14 +131,7 @@ def make_loader(case):
     kwargs = {"batch_size": case["batch_size"], "drop_last": case["drop_last"]}
     if case["kind"] == "stream":
         return DataLoader(Stream(case["n"]), **kwargs)
-    generator = (
-        torch.Generator().manual_seed(case["config"]["data_seed"])
-        if case["kind"] == "generator"
-        else None
-    )
-    shuffled = case["kind"] != "sequential"
-    sampler = RandomSampler(Indices(case["n"]), generator=generator) if shuffled else None
-    return DataLoader(Indices(case["n"]), sampler=sampler, **kwargs)
+    return DataLoader(Indices(case["n"]), shuffle=case["kind"] == "seedable", **kwargs)
 
 
 def by_accelerate(case, rank):
@@ -185,9 +148,7 @@ def by_accelerate(case, rank):
     found = []
     for epoch in range(2):
         loader.set_epoch(epoch)
-        rest = accelerates_skip(loader, case["skip"]) if case["skip"] else loader
-        rest.set_epoch(epoch)  # its own loaders lose the epoch when batches are skipped
-        found.append([as_list(batch) for batch in rest])
+        found.append([as_list(batch) for batch in loader])
     return found
 
 
@@ -200,7 +161,7 @@ def test_random_cases():
             partial(make_loader, case), case["world"], "test", **options_of(case["config"])
         )
         for rank, loader in enumerate(loaders):
-            assert epochs(loader, 2, case["skip"]) == by_accelerate(case, rank), (
+            assert epochs(loader, 2) == by_accelerate(case, rank), (
                 number,
                 rank,
                 case,
@@ -216,7 +177,6 @@ def dispatch_beside_accelerate(rank, world):
             **random_case(rng),
             "world": world,
             "kind": rng.choice(["sequential", "stream"]),
-            "skip": 0,
         }
         case["batch_size"] = rng.randint(1, 5)
         # with less than one step Accelerate broadcasts None

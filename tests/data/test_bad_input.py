@@ -1,5 +1,7 @@
 """What is refused, and in which words."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader
@@ -51,6 +53,25 @@ def test_an_index_out_of_range():
         match=r"rank 0, fit dataloader.*list yields index 31 \(place 2 of epoch 0.*0 to 29",
     ):
         shards(lambda: DataLoader(Indices(30), sampler=[1, 2, 31]), 1)
+
+
+class Endless:
+    """A sampler without a length."""
+
+    def __iter__(self):
+        return itertools.count()
+
+
+def test_a_sampler_without_a_length():
+    for arguments in (
+        {"sampler": Endless()},
+        {"batch_sampler": Endless()},
+        {"sampler": Endless(), "batch_size": None},
+    ):
+        with pytest.raises(
+            ValueError, match="Endless has no length.*\n.*`__len__`, or set Trainer"
+        ):
+            shards(lambda arguments=arguments: DataLoader(Indices(4), **arguments), 1)
 
 
 def test_a_batch_that_cannot_be_split():
@@ -179,8 +200,6 @@ def test_streams_of_their_own_keep_a_position_per_rank():
 def test_options():
     with pytest.raises(ValueError, match="sharding must be one of"):
         DataOptions(sharding="rows")
-    with pytest.raises(ValueError, match="rng_types must be among"):
-        DataOptions(rng_types=("torch", "jax"))
     with pytest.raises(ValueError, match="choose one of them"):
         DataOptions(sharding="dispatch", streams="own")
 

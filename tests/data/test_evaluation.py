@@ -18,7 +18,6 @@ from lightning_zero3.strategies.collectives import GroupCollectives
 
 pytestmark = [
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore:.*every rank reads the whole stream"),
 ]
 
 # ---- which samples ---------------------------------------------------------------------------
@@ -26,25 +25,10 @@ pytestmark = [
 SIZES = [(7, 2), (13, 4), (10, 3), (9, 2), (5, 1), (1, 1), (2, 4), (3, 1)]  # samples, batch size
 
 
-class InOrder:
-    """A sampler without a length."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __iter__(self):
-        return iter(range(self.size))
-
-
-def sampled_loader(size, batch_size):
-    return make_loader(Indices(1000), batch_size=batch_size, sampler=InOrder(size))
-
-
 LOADERS = {
     "map": lambda n, batch: make_loader(Indices(n), batch_size=batch),
     "stream": lambda n, batch: make_loader(Stream(n), batch_size=batch),
     "sized stream": lambda n, batch: make_loader(SizedStream(n), batch_size=batch),
-    "sampler without a length": sampled_loader,
 }
 
 FEW = [size for size in SIZES if size[0] <= 5]

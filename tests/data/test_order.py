@@ -71,7 +71,7 @@ def test_iterable_vectors(vector):
 
 @pytest.mark.parametrize(
     "vector",
-    [v for v in VECTORS if v["kind"].startswith("dispatch") and not v["skip_first_batches"]],
+    [v for v in VECTORS if v["kind"].startswith("dispatch")],
     ids=lambda v: v["id"],
 )
 def test_dispatcher_vectors(vector):

@@ -22,7 +22,6 @@ from data.datasets import (
 pytestmark = [
     pytest.mark.timeout(100),
     pytest.mark.filterwarnings("ignore:.*cannot go to a position"),
-    pytest.mark.filterwarnings("ignore:.*every rank reads the whole stream"),
 ]
 KINDS = [Stream, StatefulStream, FlaggedStream]
 

@@ -4,10 +4,20 @@ import itertools
 from functools import partial
 
 import pytest
+import torch
 from lightning.pytorch.utilities import CombinedLoader
 
-from data.datasets import FlaggedStream, Indices, StatefulStream, make_loader, row_major
-from data.trainers import fit_and_resume
+from data.datasets import (
+    FlaggedStream,
+    FunctionStream,
+    Indices,
+    RankStream,
+    ShuffledStream,
+    StatefulStream,
+    make_loader,
+    row_major,
+)
+from data.trainers import Recorder, fit, fit_and_resume, make_trainer
 from helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
@@ -47,7 +57,6 @@ def resume_streams(rank, world, folder):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.filterwarnings("ignore:.*every rank reads the whole stream")
 def test_streams_resume_from_every_checkpoint(tmp_path, world):
     results = run_ranks(resume_streams, world, str(tmp_path), timeout=240)
     for key in results[0]:
@@ -103,3 +112,57 @@ def test_combined_loaders_resume_in_every_mode_of_training(tmp_path):
             assert sorted(row_major([[batch["long"] for batch in rank] for rank in first])) == list(
                 range(16)
             )
+
+
+def call_all(functions):
+    return torch.tensor([function() for function in functions])
+
+
+def train_on_streams(rank, world, folder):
+    """Samples that this rank has seen, or the error, by case."""
+    by_rank = lambda workers=0: make_loader(RankStream(16, rank, world), workers, batch_size=2)  # noqa: E731
+    cases = {
+        "by rank": (by_rank, {}),
+        "by rank, workers": (partial(by_rank, 2), {}),
+        "beside another loader": (
+            lambda: CombinedLoader([make_loader(Indices(8), batch_size=2), by_rank()], "min_size"),
+            {},
+        ),
+        "own": (by_rank, {"streams": "own"}),
+        "own, workers": (partial(by_rank, 2), {"streams": "own"}),
+        "cut": (by_rank, {"streams": "cut"}),
+        "shuffled": (lambda: make_loader(ShuffledStream(16), batch_size=2), {}),
+        "not pickled": (
+            lambda: make_loader(FunctionStream(16, rank, world), batch_size=2, collate_fn=call_all),
+            {},
+        ),
+    }
+    found = {}
+    for case, (make, options) in cases.items():
+        try:
+            module, _ = fit(folder, {"train": make}, options, every=0, max_epochs=1)
+            found[case] = [i for _, _, batch in module.seen["train"] for i in batch]
+        except ValueError as error:
+            found[case] = str(error)
+    for stage in ("validate", "test", "predict"):
+        trainer = make_trainer(folder, {}, every=0)
+        try:
+            getattr(trainer, stage)(Recorder({stage: by_rank}))
+        except ValueError as error:
+            found[stage] = str(error)
+    return found
+
+
+def test_ranks_that_read_different_streams_are_told(tmp_path):
+    results = run_ranks(train_on_streams, 2, str(tmp_path), timeout=120)
+    for rank, found in enumerate(results):
+        for case in ("by rank", "by rank, workers", "beside another loader"):
+            assert f"rank {rank}, fit dataloader (RankStream): the ranks read" in found[case], case
+            assert 'streams="own"' in found[case]
+        for stage in ("validate", "test", "predict"):
+            assert f"rank {rank}, {stage} dataloader (RankStream): the ranks" in found[stage]
+        for case in ("own", "own, workers"):
+            assert sorted(found[case]) == list(range(rank, 16, 2)), case
+        for case in ("cut", "not pickled"):
+            assert len(found[case]) == 4, case
+    assert sorted(results[0]["shuffled"] + results[1]["shuffled"]) == list(range(16))

@@ -20,7 +20,7 @@ AS_MAPPING = "{{{}}}"
 AS_CLASS = "{{class_path: lightning_zero3.DataOptions, init_args: {{{}}}}}"
 OPTIONS = (
     "sharding: split, even_batches: false, tail: uneven, exact_evaluation: false, streams: own,"
-    " seed: 3, per_sample_seed: true, rng_types: [torch, generator], distinct_rank_rng: false,"
+    " seed: 3, per_sample_seed: true, distinct_rank_rng: false,"
     " prefetch_to_device: false, on_world_change: keep_global_batch"
 )
 EXPECTED = DataOptions(
@@ -31,7 +31,6 @@ EXPECTED = DataOptions(
     "own",
     3,
     True,
-    ("torch", "generator"),
     False,
     False,
     on_world_change="keep_global_batch",

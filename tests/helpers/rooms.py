@@ -36,7 +36,7 @@ ROOMS = [
         "strategies/support",
         "collector pauses, thread stacks, RNG states",
         packages="torch numpy",
-        tokens=1_231,
+        tokens=1_152,
     ),
     Room("strategies/collectives", "every exchange between ranks", tokens=5_479),
     Room(
@@ -76,7 +76,7 @@ ROOMS = [
         "sharded loaders that resume",
         "strategies/support",
         "torch numpy tqdm lightning",
-        tokens=15_137,
+        tokens=14_290,
     ),
     Room(
         "strategies/checkpoints",
@@ -105,7 +105,7 @@ ROOMS = [
         "ranks with unequal numbers of batches",
         "strategies/collectives strategies/engine strategies/data strategies/liveness",
         f"{_LIGHTNING} torchmetrics",
-        tokens=2_423,
+        tokens=2_460,
     ),
     Room(
         "strategies/adapters",
@@ -135,7 +135,7 @@ ROOMS = [
         " strategies/numerics strategies/liveness strategies/evaluation strategies/adapters"
         " strategies/memory_ledger strategies/plan",
         _LIGHTNING,
-        tokens=3_330,
+        tokens=3_345,
     ),
     Room(
         "strategies",
