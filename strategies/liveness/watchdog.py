@@ -71,7 +71,7 @@ class WatchOptions:
         lost: a rank that has not reported for so long is taken for dead. A rank of the same machine
             whose process ends is found at once.
         grace: so long after another rank's end this one may take to raise; then the watchdog ends
-            its process.
+            its process. One that has raised has ``lost`` to end (loggers may upload).
 
     Raises:
         ValueError: a limit is not positive, or ``lost`` is shorter than five reports take.
@@ -131,7 +131,8 @@ class Watch:
         self._finished: dict[int, Place] = {}  # ranks whose run has ended well -> last place
         self._standstill, self._straggler = Standstill(options.slow), Straggler(options.slow)
         self._verdict: Verdict | None = None  # why the run ends
-        self._deadline = float("inf")  # when this process is ended
+        self._deadline = float("inf")  # when this process is ended, unless it has raised
+        self._raised_at: float | None = None
         self._verdict_event = threading.Event()
         self._needs_verdict = False  # the training thread waits for it
         self._is_stopping, self._last_check = False, time.monotonic()
@@ -157,6 +158,9 @@ class Watch:
             error: the error.
             should_stop: the Trainer's, which must be alike on all ranks.
         """
+        # hazard: what follows, and the clean-up of this rank (loggers that upload, waits for the
+        # others), may take longer than the grace, which is there to raise.
+        self._raised_at = time.monotonic()
         if isinstance(error, DivergenceError):
             stops = self._ask_all("should_stop", str(should_stop))
             difference = str(error)
@@ -178,8 +182,6 @@ class Watch:
             f"Rank {self._rank} raised {first_line(error)!r} in"
             f" {self._describe_place(self.position.place())}.",
         )
-        # hazard: this rank's own clean-up may wait for the others, longer than their grace.
-        self._deadline = time.monotonic() + self._options.lost
 
     def all_end_with(self, error: BaseException) -> bool:
         """Return whether all ranks call this within two seconds with such an error at one place.
@@ -406,7 +408,10 @@ class Watch:
             print_error(self._describe_verdict(verdict))
 
     def _end_process_if_late(self) -> None:
-        if time.monotonic() < self._deadline or self._is_stopping:
+        deadline = self._deadline
+        if self._raised_at is not None:
+            deadline = self._raised_at + self._options.lost
+        if time.monotonic() < deadline or self._is_stopping:
             return
         print_error(f"Rank {self._rank} did not end by itself; its process is ended here:")
         faulthandler.dump_traceback(2)

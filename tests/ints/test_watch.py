@@ -44,11 +44,11 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @contextmanager
-def watching(store, other=ELSEWHERE_CARD):
+def watching(store, other=ELSEWHERE_CARD, **limits):
     """Rank 0 of two, in this process."""
     position = Position()
     cards = [Card.of(position)._replace(key=KEY), other]
-    watch = Watch(WatchOptions(), store, 0, cards, position)
+    watch = Watch(WatchOptions(**limits), store, 0, cards, position)
     try:
         yield watch
     finally:
@@ -165,6 +165,28 @@ def test_a_rank_ends_though_nothing_can_be_said(error, monkeypatch):
     with watching(store):
         put(store, "verdict", json.dumps([1, "Rank 1 waits for ever.", True]))
         assert ended.wait(20)
+
+
+ENDS = [RuntimeError("Connection closed by peer"), ValueError("sample 17 is broken")]
+
+
+@pytest.mark.parametrize("error", ENDS, ids=lambda error: type(error).__name__)
+def test_a_rank_that_has_raised_has_longer_than_the_grace_to_end(error, monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    with watching(dist.HashStore(), lost=5.0, grace=0.5) as watch:
+        watch._give_verdict(1, "Rank 1 died without a word.")
+        watch.report_error(error, should_stop=False)
+        assert not ended.wait(3)  # a logger uploads
+        assert ended.wait(10)  # but not for ever
+
+
+def test_a_rank_that_does_not_raise_is_ended_after_the_grace(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    with watching(dist.HashStore(), grace=0.5) as watch:
+        watch._give_verdict(1, "Rank 1 died without a word.")
+        assert ended.wait(3)
 
 
 NO_MESSAGES = [
