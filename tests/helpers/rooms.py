@@ -69,7 +69,7 @@ ROOMS = [
         "how processes find each other",
         "strategies/support strategies/collectives",
         _LIGHTNING,
-        tokens=10_830,
+        tokens=10_852,
     ),
     Room(
         "strategies/data",
