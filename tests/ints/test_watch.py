@@ -127,6 +127,7 @@ def test_the_place_of_a_lost_rank_is_as_old_as_it_is(is_here, monkeypatch):
     store = dist.HashStore()
     put(store, "1", BEAT.pack())
     with sleeping() as card, watching(store, card if is_here else ELSEWHERE_CARD) as watch:
+        os.kill(card.pid, signal.SIGSTOP)
         wait_for(lambda: 1 in watch._reports.newest)
         if is_here:  # its memory says where it is now
             monkeypatch.setattr(watch._neighbours[1], "place", lambda: replace(PLACE, step=20))
@@ -137,6 +138,43 @@ def test_the_place_of_a_lost_rank_is_as_old_as_it_is(is_here, monkeypatch):
     if not is_here:
         where = "it last said that it was in forward, unit 1, step 3"
     assert re.search(rf"heard of for 6\d s .*; {where}\.$", text), text
+
+
+def silences(watch, place, seconds):
+    """Rank 1 has been silent for so long, after a report of its own; looked at twice."""
+    report = Report(replace(BEAT, place=place), time.monotonic() - seconds)
+    watch._last_check = time.monotonic()
+    for _ in range(2):
+        watch._find_silent_ranks({1: report})
+
+
+@pytest.mark.parametrize("lost", [5.0, 60.0])
+def test_a_rank_that_runs_and_does_not_report_is_warned_of_once_for_each_silence(lost):
+    with sleeping() as card, watching(dist.HashStore(), card, lost=lost) as watch:
+        for after in (PLACE, replace(PLACE, step=4)):
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                silences(watch, after, lost + 1)
+            assert len(seen) == 1 and watch._verdict is None
+            assert re.match(
+                r"Rank 1 has not reported for \d+ s, but its process runs", str(seen[0].message)
+            )
+        # it is no cause of what another rank's error asks for
+        watch._needs_verdict = True
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            silences(watch, PLACE, 4)
+        assert watch._verdict is None
+
+
+def test_a_rank_that_is_stopped_is_lost_and_its_end_is_no_silence():
+    with sleeping() as card, watching(dist.HashStore(), card) as watch:
+        os.kill(card.pid, signal.SIGSTOP)
+        wait_for(lambda: not watch._neighbours[1].can_run)
+        silences(watch, PLACE, 50)
+        assert watch._verdict is None
+        silences(watch, PLACE, 61)
+        assert watch._verdict.text.startswith("Rank 1 on ")
 
 
 class Unwritable:
