@@ -162,13 +162,13 @@ class Card(NamedTuple):
     """Where a rank is to be found, which the ranks tell each other before they watch.
 
     Attributes:
-        key: a secret of the run, of which rank 0's counts.
+        run: random name of the run, of which rank 0's counts.
         machine: name of its machine, by which processes know those whose end they can see.
         pid: id of its process.
         descriptor: descriptor of its :class:`Position` in that process.
     """
 
-    key: str
+    run: str
     machine: str
     pid: int
     descriptor: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -96,8 +95,8 @@ class WatchedStrategy(ProcessStrategy):
         # hazard: the watch must not wait for the default store's connection, which the training
         # thread may hold while it waits there.
         default_store: Any = distributed_c10d._get_default_store()  # torch's stub lacks `clone`
-        run = hashlib.sha256(cards[0].key.encode()).hexdigest()  # tells nobody the key
-        store = dist.PrefixStore(f"lightning_zero3/watch/{run}", default_store.clone())
+        # A late process of another run writes elsewhere.
+        store = dist.PrefixStore(f"lightning_zero3/watch/{cards[0].run}", default_store.clone())
         self.watch = Watch(self._watch_options, store, rank, cards, position)
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             self.watch.position.begin_run_without_training()

@@ -138,7 +138,7 @@ class Watch:
         self._verdict_event = threading.Event()
         self._needs_verdict = False  # the training thread waits for it
         self._is_stopping, self._last_check = False, time.monotonic()
-        self._reports = Reports(store, rank, len(cards), cards[0].key)
+        self._reports = Reports(store, rank, len(cards))
         self._thread = threading.Thread(target=self._run, name="lightning_zero3.watch", daemon=True)
         self._thread.start()
 
