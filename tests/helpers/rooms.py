@@ -69,7 +69,7 @@ ROOMS = [
         "how processes find each other",
         "strategies/support strategies/collectives",
         _LIGHTNING,
-        tokens=10_852,
+        tokens=10_754,
     ),
     Room(
         "strategies/data",
