@@ -51,13 +51,15 @@ def _write_activity(method: Callable[..., Any], activity: Activity) -> Callable[
         with self.watch.doing(activity):
             return method(self, *args, **kwargs)
 
+    call.writes_activity = True  # type: ignore[attr-defined]
     return call
 
 
 class WatchedStrategy(ProcessStrategy):
     """Processes that find each other's ends.
 
-    Methods of subclasses are wrapped, so that each writes to the watch what this rank does.
+    On every subclass, a user's too, the methods named in ``_ACTIVITIES`` are wrapped, so that each
+    writes to the watch what this rank does.
     """
 
     watch: Watch | None = None
@@ -70,7 +72,9 @@ class WatchedStrategy(ProcessStrategy):
         super().__init_subclass__()
         for name, activity in _ACTIVITIES.items():
             method = getattr(cls, name)
-            if not hasattr(method, "__wrapped__"):
+            # Not `__wrapped__`, which any decorator sets. What decorates a method that writes has
+            # the mark too, by `functools.wraps`.
+            if not hasattr(method, "writes_activity"):
                 setattr(cls, name, _write_activity(method, activity))
 
     @override

@@ -98,7 +98,7 @@ ROOMS = [
         "heartbeats and the watchdog",
         "strategies/support strategies/collectives strategies/engine strategies/launch",
         _LIGHTNING,
-        tokens=6_657,
+        tokens=6_662,
     ),
     Room(
         "strategies/evaluation",

@@ -12,13 +12,15 @@ import time
 import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks.memory import ranks
 from lightning_zero3.strategies.liveness.diagnosis import ELSEWHERE, ENGINE, Beat, Straggler
 from lightning_zero3.strategies.liveness.heartbeats import Report, Verdict
@@ -279,6 +281,29 @@ def test_a_warning_about_another_rank_does_not_write_to_the_terminal():
         mine, other = watch._make_beat(), replace(BEAT, code=line)
         for _ in range(2):
             watch._diagnose([replace(mine, place=PLACE, busy=0.0), replace(other, busy=1.0)])
+
+
+def timed(method):
+    @wraps(method)
+    def call(*args):
+        return method(*args)
+
+    return call
+
+
+def test_methods_of_a_users_strategy_write_what_they_do_once():
+    class Own(Zero3Strategy):
+        @timed
+        def backward(self):
+            return self.watch.position.activity
+
+    class Again(Own):
+        optimizer_step = timed(Own.optimizer_step)
+
+    with watching(dist.HashStore()) as watch:
+        assert Own.backward(SimpleNamespace(watch=watch)) == Activity.BACKWARD
+    assert Again.backward is Own.backward
+    assert Again.optimizer_step.__wrapped__ is Own.optimizer_step  # not wrapped again
 
 
 @pytest.mark.parametrize("stopped_s", [0, 70])
