@@ -1,8 +1,9 @@
 """Detection of this process's record from environment variables and visible devices alone.
 
 ``locate`` reads no file, opens no socket and asks no library, so that every cluster can be tested
-by its variables alone. Variables that contradict each other are an error, which names them, their
-values and the remedy.
+by its variables alone. A launcher's own variables count, and what others have left beside them does
+not. A launcher's that contradict each other are an error, which names them, their values and the
+remedy.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from .launchers import (
     SPAWN,
     STARTED_BY_LIGHTNING,
     SUBPROCESS,
-    TORCHRUN,
-    VARIABLES,
     Launcher,
     find_launcher,
     first_host,
@@ -74,7 +73,6 @@ def locate(
     if launcher in STARTED_BY_LIGHTNING:
         places = _places_by_request(read, request)
     else:
-        _require_consistent_variables(read)
         places = _places_by_launcher(read, request)
     address, port = _meeting_point(read, places)
     read.note("device_type", f"{devices.count} x {devices.type} visible")
@@ -345,25 +343,6 @@ def _port(read: _Reader) -> int:
 # ---- contradictions ------------------------------------------------------------------------------
 
 
-def _require_consistent_variables(read: _Reader) -> None:
-    """Raise if RANK, WORLD_SIZE or LOCAL_RANK differs from the launcher's own variable."""
-    if read.launcher in (TORCHRUN, VARIABLES, KUBEFLOW):
-        return
-    for item in ("rank", "world_size", "local_rank"):
-        name = item.upper()
-        value, other = read.place(item), read.integer(name)
-        if None not in (value, other) and value != other:
-            raise LaunchError(
-                f"{name}={other} contradicts {read.why[item]} of {read.launcher.name}. Unset"
-                f" {name}, or set it to the same"
-                + (
-                    ", or SLURM_JOB_NAME=interactive to start processes by RANK."
-                    if read.launcher is SLURM
-                    else "."
-                )
-            )
-
-
 def _require_srun(read: _Reader, rank: int, world_size: int) -> None:
     """Raise if a SLURM process was not started by srun, or with unequal numbers of tasks."""
     tasks, nodes = read.integer("SLURM_NTASKS_PER_NODE"), read.integer("SLURM_NNODES")
@@ -382,5 +361,6 @@ def _require_srun(read: _Reader, rank: int, world_size: int) -> None:
         raise LaunchError(
             f"SLURM_NTASKS={world_size}, but this process was not started by srun (SLURM_STEP_ID is"
             f" not set): training would wait for {world_size - 1} processes that nobody starts. Put"
-            " `srun` in front of the python command."
+            " `srun` in front of the python command, or set SLURM_JOB_NAME=interactive to start"
+            " processes by RANK."
         )

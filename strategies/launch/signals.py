@@ -42,8 +42,10 @@ class AgreedSignals(_SignalConnector):
         connector = trainer._signal_connector
         if not isinstance(connector, cls):
             connector = trainer._signal_connector = cls(trainer)
-            # Lightning does not declare it
-            trainer.callbacks.append(_AfterBatch(connector))  # type: ignore[attr-defined]
+        # A program may set them anew between two runs. (Lightning does not declare them.)
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, _AfterBatch) for callback in callbacks):
+            callbacks.append(_AfterBatch())
         # Lightning's `_TrainingEpochLoop` broadcasts its SIGTERM flag before every batch and waits
         # for the device. The ranks have compared that flag here already.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _do_nothing  # type: ignore[method-assign]
@@ -94,12 +96,11 @@ class AgreedSignals(_SignalConnector):
 class _AfterBatch(Callback):
     """Calls :meth:`AgreedSignals.between_batches` in the hook in which ModelCheckpoint saves."""
 
-    def __init__(self, signals: AgreedSignals) -> None:
-        self._signals = signals
-
     @override
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self._signals.between_batches()
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        connector = trainer._signal_connector
+        assert isinstance(connector, AgreedSignals)
+        connector.between_batches()
 
 
 def _do_nothing() -> None:

@@ -1,11 +1,10 @@
-"""Reports that ranks send each other through the store once a second, signed with the run's key.
+"""Reports that ranks send each other through the store once a second.
 
 A thread of their own sends them, because it may have to wait for the store.
 """
 
 from __future__ import annotations
 
-import hmac
 import json
 import sys
 import threading
@@ -63,21 +62,18 @@ class Reports:
         store: keys and values of this run alone.
         rank: this rank.
         world_size: number of ranks.
-        key: what all ranks know and nobody else; what it has not signed is dropped, and told once.
 
     Attributes:
         newest: rank -> its report; only rank 0's, except on rank 0 or after :meth:`request_all`.
         verdict: why the run ends, as the first rank that knew it has sent it; else None.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, key: str) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
-        self._key = key.encode()
         self.newest: dict[int, Report] = {}
         self.verdict: Verdict | None = None
         self._own = ""  # the newest beat of this rank
         self._own_verdict = ""  # a verdict that this rank sends
-        self._misfits: set[str] = set()  # keys under which something else stood
         self._needs_all = rank == 0
         self._wake_event, self._is_stopping = threading.Event(), False
         self._thread = threading.Thread(
@@ -87,12 +83,12 @@ class Reports:
 
     def send(self, beat: Beat) -> None:
         """Send ``beat`` to the other ranks."""
-        self._own = self.sign(str(self._rank), beat.pack())
+        self._own = beat.pack()
         self._wake_event.set()
 
     def send_verdict(self, verdict: Verdict) -> None:
         """Send ``verdict`` to the other ranks, unless one of them has sent another first."""
-        self._own_verdict = self.sign("verdict", json.dumps(verdict))
+        self._own_verdict = json.dumps(verdict)
         self._wake_event.set()
 
     def request_all(self) -> None:
@@ -128,10 +124,7 @@ class Reports:
         if self._own_verdict:
             store.compare_set("verdict", "", self._own_verdict)
         if self.verdict is None and store.check(["verdict"]):
-            if text := self._read("verdict", store.get("verdict")):
-                self.verdict = Verdict(*json.loads(text))
-            elif self._own_verdict:
-                store.set("verdict", self._own_verdict)
+            self.verdict = Verdict(*json.loads(store.get("verdict")))
         keys = [str(rank) for rank in range(self._world_size if self._needs_all else 1)]
         # hazard: `get` of a key that no rank has set yet waits.
         if not store.check(keys):
@@ -142,26 +135,7 @@ class Reports:
             else map(store.get, keys)
         )
         for rank, value in enumerate(values):
-            if text := self._read(str(rank), value):
-                self._keep(rank, Beat.unpack(text))
-
-    def sign(self, key: str, text: str) -> str:
-        """Return ``text``, which will stand under ``key``, after its signature."""
-        signature = hmac.new(self._key, f"{key} {text}".encode(), "sha256").hexdigest()
-        return f"{signature} {text}"
-
-    def _read(self, key: str, value: bytes) -> str:
-        """Return the text that a rank has signed; empty, and told once, if none has."""
-        text = value.partition(b" ")[2].decode(errors="replace")
-        if hmac.compare_digest(value, self.sign(key, text).encode()):
-            return text
-        if key not in self._misfits:
-            self._misfits.add(key)
-            print_error(
-                f"What stands under {key!r} in the store is no message of the watch, and is"
-                f" dropped: {value[:60]!r}"
-            )
-        return ""
+            self._keep(rank, Beat.unpack(value.decode()))
 
     def _keep(self, rank: int, beat: Beat) -> None:
         known = self.newest.get(rank)

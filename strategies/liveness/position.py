@@ -162,13 +162,13 @@ class Card(NamedTuple):
     """Where a rank is to be found, which the ranks tell each other before they watch.
 
     Attributes:
-        key: a secret of the run, of which rank 0's counts.
+        run: random name of the run, of which rank 0's counts.
         machine: name of its machine, by which processes know those whose end they can see.
         pid: id of its process.
         descriptor: descriptor of its :class:`Position` in that process.
     """
 
-    key: str
+    run: str
     machine: str
     pid: int
     descriptor: int
@@ -197,6 +197,7 @@ class Neighbour:
         finally:
             os.close(memory)
         self._cells = memoryview(self._memory).cast("q")
+        self._status = Path(f"/proc/{card.pid}/stat")
         self.descriptor = os.pidfd_open(card.pid)  # becomes readable when the process has ended
 
     @property
@@ -215,6 +216,17 @@ class Neighbour:
         poll = select.poll()
         poll.register(self.descriptor, select.POLLIN)
         return bool(poll.poll(0))
+
+    @property
+    def can_run(self) -> bool:
+        """Whether the process runs or sleeps: it is not stopped, in a wait for a dead disk or gone.
+
+        One that runs and yet does not report has a thread that keeps Python's lock.
+        """
+        with suppress(OSError):
+            # The name of the program stands before, in brackets, and may have any characters.
+            return self._status.read_text(errors="replace").rpartition(") ")[2][0] in "RSI"
+        return False
 
     def close(self) -> None:
         """Stop watching the process."""

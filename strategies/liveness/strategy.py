@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -52,13 +51,15 @@ def _write_activity(method: Callable[..., Any], activity: Activity) -> Callable[
         with self.watch.doing(activity):
             return method(self, *args, **kwargs)
 
+    call.writes_activity = True  # type: ignore[attr-defined]
     return call
 
 
 class WatchedStrategy(ProcessStrategy):
     """Processes that find each other's ends.
 
-    Methods of subclasses are wrapped, so that each writes to the watch what this rank does.
+    On every subclass, a user's too, the methods named in ``_ACTIVITIES`` are wrapped, so that each
+    writes to the watch what this rank does.
     """
 
     watch: Watch | None = None
@@ -71,7 +72,9 @@ class WatchedStrategy(ProcessStrategy):
         super().__init_subclass__()
         for name, activity in _ACTIVITIES.items():
             method = getattr(cls, name)
-            if not hasattr(method, "__wrapped__"):
+            # Not `__wrapped__`, which any decorator sets. What decorates a method that writes has
+            # the mark too, by `functools.wraps`.
+            if not hasattr(method, "writes_activity"):
                 setattr(cls, name, _write_activity(method, activity))
 
     @override
@@ -96,8 +99,8 @@ class WatchedStrategy(ProcessStrategy):
         # hazard: the watch must not wait for the default store's connection, which the training
         # thread may hold while it waits there.
         default_store: Any = distributed_c10d._get_default_store()  # torch's stub lacks `clone`
-        run = hashlib.sha256(cards[0].key.encode()).hexdigest()  # tells nobody the key
-        store = dist.PrefixStore(f"lightning_zero3/watch/{run}", default_store.clone())
+        # A late process of another run writes elsewhere.
+        store = dist.PrefixStore(f"lightning_zero3/watch/{cards[0].run}", default_store.clone())
         self.watch = Watch(self._watch_options, store, rank, cards, position)
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             self.watch.position.begin_run_without_training()

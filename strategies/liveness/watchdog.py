@@ -13,6 +13,7 @@ import select
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from types import FrameType, TracebackType
 import lightning
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.distributed import distributed_c10d
 
 from ..collectives import (
@@ -68,10 +68,11 @@ class WatchOptions:
     Attributes:
         slow: a warning names a rank that holds the others up over so long a time, or all ranks if
             they wait at different places over so long a time.
-        lost: a rank that has not reported for so long is taken for dead. A rank of the same machine
-            whose process ends is found at once.
+        lost: a rank of another machine that has not reported for so long is taken for dead, and so
+            is one of this machine whose process is stopped. Where that process runs, as in a call
+            that keeps Python's lock, a warning names it. A process that ends is found at once.
         grace: so long after another rank's end this one may take to raise; then the watchdog ends
-            its process.
+            its process. One that has raised has ``lost`` to end (loggers may upload).
 
     Raises:
         ValueError: a limit is not positive, or ``lost`` is shorter than five reports take.
@@ -128,14 +129,16 @@ class Watch:
                 # Of one that cannot be looked into the silence tells.
                 with suppress(AttributeError, OSError, ValueError):
                     self._neighbours[other] = Neighbour(card)
+        self._warned_of: dict[int, Report] = {}  # silent rank -> its last report
         self._finished: dict[int, Place] = {}  # ranks whose run has ended well -> last place
         self._standstill, self._straggler = Standstill(options.slow), Straggler(options.slow)
         self._verdict: Verdict | None = None  # why the run ends
-        self._deadline = float("inf")  # when this process is ended
+        self._deadline = float("inf")  # when this process is ended, unless it has raised
+        self._raised_at: float | None = None
         self._verdict_event = threading.Event()
         self._needs_verdict = False  # the training thread waits for it
         self._is_stopping, self._last_check = False, time.monotonic()
-        self._reports = Reports(store, rank, len(cards), cards[0].key)
+        self._reports = Reports(store, rank, len(cards))
         self._thread = threading.Thread(target=self._run, name="lightning_zero3.watch", daemon=True)
         self._thread.start()
 
@@ -157,6 +160,9 @@ class Watch:
             error: the error.
             should_stop: the Trainer's, which must be alike on all ranks.
         """
+        # hazard: what follows, and the clean-up of this rank (loggers that upload, waits for the
+        # others), may take longer than the grace, which is there to raise.
+        self._raised_at = time.monotonic()
         if isinstance(error, DivergenceError):
             stops = self._ask_all("should_stop", str(should_stop))
             difference = str(error)
@@ -178,8 +184,6 @@ class Watch:
             f"Rank {self._rank} raised {first_line(error)!r} in"
             f" {self._describe_place(self.position.place())}.",
         )
-        # hazard: this rank's own clean-up may wait for the others, longer than their grace.
-        self._deadline = time.monotonic() + self._options.lost
 
     def all_end_with(self, error: BaseException) -> bool:
         """Return whether all ranks call this within two seconds with such an error at one place.
@@ -350,6 +354,9 @@ class Watch:
                 self._finished[rank] = report.beat.place
             elif silence > limit:
                 neighbour = self._neighbours.get(rank)
+                if neighbour is not None and neighbour.can_run:
+                    self._warn_of_silence(rank, report, neighbour.place())
+                    continue
                 place = neighbour.place() if neighbour is not None else report.beat.place
                 # It may have left since where it was when it was heard of.
                 where = "it is" if neighbour is not None else "it last said that it was"
@@ -359,6 +366,23 @@ class Watch:
                     f" for {silence:.0f} s (its process or the store's is stopped, or its machine"
                     f" or network is gone); {where} in {self._describe_place(place)}.",
                 )
+
+    def _warn_of_silence(self, rank: int, report: Report, place: Place) -> None:
+        """Warn once, on one rank, of a process of this machine that runs and does not report."""
+        silence = self._last_check - report.since
+        is_speaker = self._rank == (1 if rank == 0 else 0)
+        if is_speaker and silence > self._options.lost and report != self._warned_of.get(rank):
+            self._warned_of[rank] = report
+            self._warn(
+                f"Rank {rank} has not reported for {silence:.0f} s, but its process runs: some call"
+                " keeps Python's lock (json or pickle of much data, a C extension). It is in"
+                f" {self._describe_place(place)}."
+            )
+
+    def _warn(self, text: str) -> None:
+        # `warnings.simplefilter("error")` raises it, here where an error would end the watch.
+        with suppress(Warning):
+            warnings.warn(printable(text), stacklevel=2)
 
     def _diagnose(self, beats: list[Beat]) -> None:
         # NCCL does not compare what ranks exchange. The engine does so at the end of its backward,
@@ -380,9 +404,7 @@ class Watch:
             )
             return
         if warning := found or self._straggler.find(beats, self.unit_name):
-            # `warnings.simplefilter("error")` raises it, here where an error would end the watch.
-            with suppress(Warning):
-                rank_zero_warn(printable(warning))
+            self._warn(warning)
 
     # ------------------------------------------------------------------------------------- verdicts
 
@@ -406,7 +428,10 @@ class Watch:
             print_error(self._describe_verdict(verdict))
 
     def _end_process_if_late(self) -> None:
-        if time.monotonic() < self._deadline or self._is_stopping:
+        deadline = self._deadline
+        if self._raised_at is not None:
+            deadline = self._raised_at + self._options.lost
+        if time.monotonic() < deadline or self._is_stopping:
             return
         print_error(f"Rank {self._rank} did not end by itself; its process is ended here:")
         faulthandler.dump_traceback(2)

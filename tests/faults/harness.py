@@ -188,7 +188,9 @@ def _last_words(log: str) -> str:
         log,
         re.M,
     )
-    warnings = re.findall(r"((?:Rank \d+ holds|Nobody has moved) .*)$", log, re.M)
+    warnings = re.findall(
+        r"((?:Rank \d+ (?:holds|has not reported)|Nobody has moved) .*)$", log, re.M
+    )
     return errors[-1] if errors else ends[-1] if ends else " ".join(warnings)
 
 

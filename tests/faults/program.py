@@ -69,6 +69,10 @@ def doze(folder):
     time.sleep(7)
 
 
+def hold(folder):
+    ctypes.PyDLL(None).sleep(9)  # with Python's lock, as `json.loads` of gigabytes
+
+
 def pause(folder):
     while not (folder / "go on").exists():  # the harness stops all ranks, and continues them
         time.sleep(0.02)
@@ -93,6 +97,7 @@ KINDS = {
         lose_node,
         lose_network,
         doze,
+        hold,
         pause,
     )
 }

@@ -104,6 +104,7 @@ ON_DEVICES = {
 }
 # rank 0 serves what the other asks
 PAUSES = [Fault("pause", "forward", rank, 2) for rank in (0, 1)]
+HOLDS = [Fault("hold", "callback", rank, 2) for rank in (0, 1)]
 APART = Fault("wait apart", "callback", 1, 3)
 SLOW = Fault("doze", "loading", 1, 2)
 
@@ -111,7 +112,13 @@ SLOW = Fault("doze", "loading", 1, 2)
 @cache
 def told_by_time():
     """Outcomes of the faults that only time can tell, tried beside each other to wait together."""
-    faults = [*ON_DEVICES, *PAUSES, APART, *(fault for fault in FAULTS if fault.kind == "freeze")]
+    faults = [
+        *ON_DEVICES,
+        *PAUSES,
+        *HOLDS,
+        APART,
+        *(fault for fault in FAULTS if fault.kind == "freeze"),
+    ]
     for world_size in (2, 3):
         reference(world_size)
     with ThreadPoolExecutor(len(faults)) as pool:
@@ -205,6 +212,15 @@ def test_ranks_that_were_all_stopped_go_on(fault):
     outcome = told_by_time()[fault]
     assert outcome.codes == {0: 0, 1: 0}, outcome.said
     assert goes_on(outcome, fault, program.STEPS) == 0.0
+
+
+@pytest.mark.parametrize("fault", HOLDS, ids=lambda f: f"rank {f.rank}")
+def test_a_rank_that_keeps_pythons_lock_is_named_and_trains_on(fault):
+    outcome = told_by_time()[fault]
+    assert outcome.codes == {0: 0, 1: 0}, outcome.said
+    assert goes_on(outcome, fault, program.STEPS) == 0.0
+    said = outcome.said[1 - fault.rank]
+    assert re.search(rf"Rank {fault.rank} has not reported for [5-9] s, but its process runs", said)
 
 
 @pytest.mark.parametrize("fault", ON_DEVICES, ids=lambda f: f.kind)

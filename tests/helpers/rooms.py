@@ -69,7 +69,7 @@ ROOMS = [
         "how processes find each other",
         "strategies/support strategies/collectives",
         _LIGHTNING,
-        tokens=10_830,
+        tokens=10_754,
     ),
     Room(
         "strategies/data",
@@ -98,7 +98,7 @@ ROOMS = [
         "heartbeats and the watchdog",
         "strategies/support strategies/collectives strategies/engine strategies/launch",
         _LIGHTNING,
-        tokens=6_680,
+        tokens=6_662,
     ),
     Room(
         "strategies/evaluation",

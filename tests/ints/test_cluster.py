@@ -223,6 +223,47 @@ def test_the_type_of_a_plugin_decides(environ, plugin, variables, layout, places
     )
 
 
+NODES = {
+    **{
+        "SLURM_NTASKS": "16",
+        "SLURM_NTASKS_PER_NODE": "8",
+        "SLURM_NNODES": "2",
+        "SLURM_STEP_ID": "0",
+    },
+    **{"SLURM_PROCID": "3", "SLURM_LOCALID": "3", "SLURM_NODEID": "0", "SLURM_JOB_ID": "77"},
+    **{"SLURM_STEP_NODELIST": "a[1-2]", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_NODELIST": "a[1-2]"},
+}
+
+
+@pytest.mark.parametrize("left", [{}, {"WORLD_SIZE": "2"}, {"LOCAL_RANK": "0", "RANK": "0"}])
+def test_a_slurm_job_starts_whatever_else_its_script_has_set(environ, left):
+    environ({**NODES, **left})  # a script may count nodes in WORLD_SIZE
+    strategy = make_trainer(8, num_nodes=2).strategy
+    assert type(strategy.cluster_environment) is SLURMEnvironment
+    world = identify(strategy.cluster_environment, Devices(), Request(8, 2))
+    assert (world.rank, world.local_rank, world.world_size, world.launcher) == (3, 3, 16, "slurm")
+    assert world.main_address == strategy.cluster_environment.main_address == "a1"
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        # by another program than srun: Lightning takes each process for rank 0 of 16
+        ({"SLURM_STEP_ID": None, "SLURM_PROCID": "0"}, "SLURM_NTASKS=16, but .* not started by"),
+        # by a program that srun has started once on each node: two are rank 0 of 2, and so on
+        (
+            {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_PROCID": "0"},
+            r"slurm started 2 processes \(SLURM_NTASKS=2\), but .* asks for 16",
+        ),
+    ],
+)
+def test_processes_started_by_rank_in_a_slurm_job_are_told(environ, changed, words):
+    places = {"RANK": "3", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "SLURM_LOCALID": "0"}
+    environ({k: v for k, v in {**NODES, **places, **changed}.items() if v is not None})
+    with pytest.raises(LaunchError, match=words):
+        identify(SLURMEnvironment(), Devices(), Request(8, 2))
+
+
 @pytest.mark.parametrize("strategy", ["zero3_spawn", "zero3_notebook"])
 def test_processes_of_a_launcher_do_not_start_others(environ, strategy):
     environ(ELASTIC)

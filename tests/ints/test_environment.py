@@ -280,19 +280,6 @@ REFUSED = {
         ["8 processes (LOCAL_WORLD_SIZE=8)", "4 in all (WORLD_SIZE=4)"],
     ),
     "not a port": ({**TORCHRUN, "MASTER_PORT": "70000"}, ["MASTER_PORT=70000 is not a port"]),
-    "WORLD_SIZE against SLURM": (
-        {**SRUN, "WORLD_SIZE": "4"},
-        ["WORLD_SIZE=4 contradicts SLURM_NTASKS=8", "Unset WORLD_SIZE"],
-    ),
-    "RANK against SLURM": ({**SRUN, "RANK": "0"}, ["RANK=0 contradicts SLURM_PROCID=5 of slurm"]),
-    "RANK against Open MPI": (
-        {**OPEN_MPI, **MEET, "RANK": "0"},
-        ["RANK=0 contradicts OMPI_COMM_WORLD_RANK=5"],
-    ),
-    "LOCAL_RANK in the image": (
-        {**OPEN_MPI, **MEET, "LOCAL_RANK": "0"},
-        ["LOCAL_RANK=0 contradicts"],
-    ),
     "SLURM against itself": (
         {**SRUN, "SLURM_NTASKS": "6"},
         ["SLURM_NTASKS=6 is not SLURM_NTASKS_PER_NODE=4 times SLURM_NNODES=2"],
@@ -310,6 +297,13 @@ REFUSED = {
         ["OMPI_COMM_WORLD_RANK=2", "node by node"],
     ),
 }
+
+
+@pytest.mark.parametrize("variables", [SRUN, {**OPEN_MPI, **MEET}], ids=["slurm", "openmpi"])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+def test_what_a_launcher_does_not_set_counts_nothing_beside_it(variables, name):
+    """An image's LOCAL_RANK=0, a script's WORLD_SIZE=$SLURM_NNODES."""
+    assert detect({**variables, name: "2"}, Devices()) == detect(variables, Devices())
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -12,7 +12,7 @@ import time
 import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,9 +20,10 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks.memory import ranks
 from lightning_zero3.strategies.liveness.diagnosis import ELSEWHERE, ENGINE, Beat, Straggler
-from lightning_zero3.strategies.liveness.heartbeats import Report, Reports, Verdict
+from lightning_zero3.strategies.liveness.heartbeats import Report, Verdict
 from lightning_zero3.strategies.liveness.position import (
     Activity,
     Card,
@@ -38,26 +39,20 @@ pytestmark = pytest.mark.skipif(
 
 PLACE = Place(Activity.FORWARD, step=3, unit=1, exchanges=40)
 BEAT = Beat(1, PLACE, 0.0, ENGINE, "train.py:7 in step")
-KEY = "the run's"
 ELSEWHERE_CARD = Card("", "host", 1, -1)
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @contextmanager
-def watching(store, other=ELSEWHERE_CARD):
+def watching(store, other=ELSEWHERE_CARD, **limits):
     """Rank 0 of two, in this process."""
     position = Position()
-    cards = [Card.of(position)._replace(key=KEY), other]
-    watch = Watch(WatchOptions(), store, 0, cards, position)
+    cards = [Card.of(position), other]
+    watch = Watch(WatchOptions(**limits), store, 0, cards, position)
     try:
         yield watch
     finally:
         watch.stop()
-
-
-def put(store, key, text):
-    """Put what a rank of the run sends."""
-    store.set(key, Reports.sign(SimpleNamespace(_key=KEY.encode()), key, text))
 
 
 def ended_process():
@@ -103,6 +98,12 @@ def test_a_host_is_not_known_by_its_name(same):
             assert not same or watch._verdict.text.startswith("Rank 1 died without a word")
 
 
+def test_two_runs_of_one_process_have_names_of_their_own():
+    position = Position()
+    assert Card.of(position).run != Card.of(position).run
+    position.close()
+
+
 def test_a_process_that_nobody_could_look_into_is_told_by_its_silence_alone():
     position = Position()
     gone = Card.of(position)._replace(pid=ended_process())
@@ -125,8 +126,9 @@ def test_another_file_in_the_place_of_a_position_tells_nothing():
 @pytest.mark.parametrize("is_here", [True, False])
 def test_the_place_of_a_lost_rank_is_as_old_as_it_is(is_here, monkeypatch):
     store = dist.HashStore()
-    put(store, "1", BEAT.pack())
+    store.set("1", BEAT.pack())
     with sleeping() as card, watching(store, card if is_here else ELSEWHERE_CARD) as watch:
+        os.kill(card.pid, signal.SIGSTOP)
         wait_for(lambda: 1 in watch._reports.newest)
         if is_here:  # its memory says where it is now
             monkeypatch.setattr(watch._neighbours[1], "place", lambda: replace(PLACE, step=20))
@@ -137,6 +139,43 @@ def test_the_place_of_a_lost_rank_is_as_old_as_it_is(is_here, monkeypatch):
     if not is_here:
         where = "it last said that it was in forward, unit 1, step 3"
     assert re.search(rf"heard of for 6\d s .*; {where}\.$", text), text
+
+
+def silences(watch, place, seconds):
+    """Rank 1 has been silent for so long, after a report of its own; looked at twice."""
+    report = Report(replace(BEAT, place=place), time.monotonic() - seconds)
+    watch._last_check = time.monotonic()
+    for _ in range(2):
+        watch._find_silent_ranks({1: report})
+
+
+@pytest.mark.parametrize("lost", [5.0, 60.0])
+def test_a_rank_that_runs_and_does_not_report_is_warned_of_once_for_each_silence(lost):
+    with sleeping() as card, watching(dist.HashStore(), card, lost=lost) as watch:
+        for after in (PLACE, replace(PLACE, step=4)):
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                silences(watch, after, lost + 1)
+            assert len(seen) == 1 and watch._verdict is None
+            assert re.match(
+                r"Rank 1 has not reported for \d+ s, but its process runs", str(seen[0].message)
+            )
+        # it is no cause of what another rank's error asks for
+        watch._needs_verdict = True
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            silences(watch, PLACE, 4)
+        assert watch._verdict is None
+
+
+def test_a_rank_that_is_stopped_is_lost_and_its_end_is_no_silence():
+    with sleeping() as card, watching(dist.HashStore(), card) as watch:
+        os.kill(card.pid, signal.SIGSTOP)
+        wait_for(lambda: not watch._neighbours[1].can_run)
+        silences(watch, PLACE, 50)
+        assert watch._verdict is None
+        silences(watch, PLACE, 61)
+        assert watch._verdict.text.startswith("Rank 1 on ")
 
 
 class Unwritable:
@@ -163,54 +202,30 @@ def test_a_rank_ends_though_nothing_can_be_said(error, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Unwritable(error))
     store = dist.HashStore()
     with watching(store):
-        put(store, "verdict", json.dumps([1, "Rank 1 waits for ever.", True]))
+        store.set("verdict", json.dumps([1, "Rank 1 waits for ever.", True]))
         assert ended.wait(20)
 
 
-NO_MESSAGES = [
-    "",
-    "junk",
-    "[]",
-    "[" * 100_000,
-    BEAT.pack(),
-    f"{'0' * 64} {BEAT.pack()}",
-    Reports.sign(SimpleNamespace(_key=b"another"), "1", BEAT.pack()),
-    # what the run has signed for another place
-    Reports.sign(SimpleNamespace(_key=KEY.encode()), "0", BEAT.pack()),
-    "\xff\x1b[2J {}",
-]
+ENDS = [RuntimeError("Connection closed by peer"), ValueError("sample 17 is broken")]
 
 
-@pytest.mark.parametrize("key", ["1", "verdict"])
-def test_what_no_rank_has_signed_is_dropped_and_told_once(key, capsys):
-    for value in NO_MESSAGES:
-        store = dist.HashStore()
-        put(store, "1", BEAT.pack())
-        store.set(key, value)
-        reports = Reports(store, 0, 2, KEY)
-        reports.stop()  # its thread: this one looks, more than once
-        reports.send(BEAT)
-        for _ in range(2):
-            reports._exchange()
-        assert reports.verdict is None
-        if key == "1":
-            assert 1 not in reports.newest
-        else:  # a verdict of this rank's own takes the place
-            reports.send_verdict(Verdict(0, "mine"))
-            reports._exchange()
-            assert b"mine" in store.get("verdict") and reports.newest[1].beat == BEAT
-        said = capsys.readouterr().err
-        assert said.count("is dropped") == 1 and said.count("\n") == 1, (value, said)
+@pytest.mark.parametrize("error", ENDS, ids=lambda error: type(error).__name__)
+def test_a_rank_that_has_raised_has_longer_than_the_grace_to_end(error, monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    with watching(dist.HashStore(), lost=5.0, grace=0.5) as watch:
+        watch._give_verdict(1, "Rank 1 died without a word.")
+        watch.report_error(error, should_stop=False)
+        assert not ended.wait(3)  # a logger uploads
+        assert ended.wait(10)  # but not for ever
 
 
-def test_a_message_of_nobody_does_not_end_the_watch():
-    store = dist.HashStore()
-    store.set("verdict", "junk")
-    store.set("1", "junk")
-    with watching(store) as watch:
-        wait_for(lambda: watch._number > 2)
-        assert watch._thread.is_alive() and watch._reports._thread.is_alive()
-        assert watch._verdict is None
+def test_a_rank_that_does_not_raise_is_ended_after_the_grace(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    with watching(dist.HashStore(), grace=0.5) as watch:
+        watch._give_verdict(1, "Rank 1 died without a word.")
+        assert ended.wait(3)
 
 
 def wait_for(is_done):
@@ -227,7 +242,7 @@ def test_a_watch_that_fails_says_so(monkeypatch, capsys):
     store = dist.HashStore()
     with watching(store) as watch:
         wait_for(lambda: store.check(["verdict"]))
-        rank, text, stuck = json.loads(store.get("verdict").partition(b" ")[2])
+        rank, text, stuck = json.loads(store.get("verdict"))
         assert (rank, stuck) == (0, False)
         assert "Rank 0 has stopped watching: its watch (not its model) raised" in text
         watch._deadline = 0
@@ -237,7 +252,7 @@ def test_a_watch_that_fails_says_so(monkeypatch, capsys):
 
 def test_a_warning_that_is_an_error_does_not_end_the_watch():
     store, asked = dist.HashStore(), []
-    put(store, "1", BEAT.pack())
+    store.set("1", BEAT.pack())
     with watching(store) as watch, warnings.catch_warnings():
         warnings.simplefilter("error")
         watch._straggler.find = lambda beats, name: asked.append(1) or "Rank 1 holds the others up."
@@ -266,6 +281,29 @@ def test_a_warning_about_another_rank_does_not_write_to_the_terminal():
         mine, other = watch._make_beat(), replace(BEAT, code=line)
         for _ in range(2):
             watch._diagnose([replace(mine, place=PLACE, busy=0.0), replace(other, busy=1.0)])
+
+
+def timed(method):
+    @wraps(method)
+    def call(*args):
+        return method(*args)
+
+    return call
+
+
+def test_methods_of_a_users_strategy_write_what_they_do_once():
+    class Own(Zero3Strategy):
+        @timed
+        def backward(self):
+            return self.watch.position.activity
+
+    class Again(Own):
+        optimizer_step = timed(Own.optimizer_step)
+
+    with watching(dist.HashStore()) as watch:
+        assert Own.backward(SimpleNamespace(watch=watch)) == Activity.BACKWARD
+    assert Again.backward is Own.backward
+    assert Again.optimizer_step.__wrapped__ is Own.optimizer_step  # not wrapped again
 
 
 @pytest.mark.parametrize("stopped_s", [0, 70])

@@ -276,3 +276,27 @@ def test_the_batch_that_was_interrupted_is_trained_on(hook, tmp_path):
         begun = 4 if hook == "on_before_backward" else 3  # that batch runs twice
         done = 4 if hook == "on_train_batch_end" else 3
         assert first == whole[: max(begun, done)] and rest == whole[done:]
+
+
+def stopped_after_new_callbacks(rank, world_size):
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy="zero3",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Model())
+    trainer.callbacks = [pl.Callback()]
+    trainer.fit_loop.max_epochs = 2
+    model = Model(signal.SIGTERM, [world_size - 1], ("forward", 2))
+    with pytest.raises(SIGTERMException):
+        trainer.fit(model)
+    return len(model.losses)
+
+
+def test_sigterm_stops_a_run_whose_trainer_has_got_other_callbacks():
+    assert run_ranks(stopped_after_new_callbacks, 2, timeout=60) == [3, 3]
