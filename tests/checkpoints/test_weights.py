@@ -4,7 +4,6 @@ safetensors library.
 
 import itertools
 import json
-import os
 import re
 from contextlib import suppress
 from dataclasses import replace
@@ -18,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from checkpoints.runs import full_weights, no_gradients
+from helpers.kills import Died, kill_at
 from helpers.models import Lit, Recipe, TinyLm, make
 from helpers.parity import assert_same_tensors, trainer, zero3
 from helpers.ranks import run_ranks
@@ -342,28 +342,6 @@ def test_other_files_of_the_folder_stay(tmp_path):
         WeightsSave({"a": torch.ones(4)}, folder / "model.safetensors")
 
 
-class Died(BaseException):
-    """What a kill looks like from inside."""
-
-
-def die_at(patch, number):
-    """Die instead of doing the file operation with this number; return what counts them."""
-    calls = []
-
-    def dying(operation):
-        def call(*args, **kwargs):
-            calls.append(operation.__name__)
-            if len(calls) == number:
-                raise Died
-            return operation(*args, **kwargs)
-
-        return call
-
-    for name in ("rename", "replace", "fsync", "rmdir", "unlink"):
-        patch.setattr(os, name, dying(getattr(os, name)))
-    return calls
-
-
 @pytest.mark.parametrize("before, after", list(itertools.product((1, 2, 3), repeat=2)))
 def test_killed_at_any_moment_old_and_new_weights_are_not_mixed(before, after, tmp_path):
     """Numbers of files: of one all is there; without an index several are not loaded."""
@@ -377,7 +355,7 @@ def test_killed_at_any_moment_old_and_new_weights_are_not_mixed(before, after, t
         save(folder, 1.0, before)
         assert len(list(folder.glob("*.safetensors"))) == before
         with pytest.MonkeyPatch.context() as patch:
-            calls = die_at(patch, number)
+            calls = kill_at(patch, number)
             with suppress(Died):
                 save(folder, 2.0, after)
         try:

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 
+from helpers.kills import Died, kill_at
 from lightning_zero3.strategies.checkpoints import manifest, storage
 from lightning_zero3.strategies.checkpoints.manifest import (
     MANIFEST,
@@ -19,10 +20,6 @@ from lightning_zero3.strategies.checkpoints.manifest import (
     write_manifest,
 )
 from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
-
-
-class Died(BaseException):
-    """What a kill looks like from inside."""
 
 
 def die():
@@ -51,24 +48,6 @@ def step_of(path):
 def quick(monkeypatch):
     # a test needs no protection from power cuts
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-def kill_at(monkeypatch, number):
-    """Die instead of doing the file operation with this number; returns what counts them."""
-    calls = []
-
-    def dying(operation):
-        def call(*args, **kwargs):
-            calls.append(operation.__name__)
-            if len(calls) == number:
-                raise Died
-            return operation(*args, **kwargs)
-
-        return call
-
-    for name in ("rename", "replace", "fsync", "rmdir", "unlink"):
-        monkeypatch.setattr(os, name, dying(getattr(os, name)))
-    return calls
 
 
 @pytest.mark.parametrize("name", ["last.ckpt", "step=2.ckpt"])

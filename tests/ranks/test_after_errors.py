@@ -86,34 +86,9 @@ def fail_elsewhere(grad):
         pool.submit(loss.backward).result()
 
 
-def while_a_backward_runs(rank, world_size):
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
-    plain, batches = copy.deepcopy(model), torch.randn(world_size, 4, DIM)
-    plain(batches.flatten(0, 1)).square().mean().backward()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    collectives = make_collectives(dist.group.WORLD, CPU)
-    engine = Zero3Engine(
-        model, [optimizer], device=CPU, collectives=collectives, unit_policy=[nn.Linear]
-    )
-    with engine.step():
-        hidden = model[1](model[0](batches[rank]))
-        # the last layer has its gradient by then, and the first has none
-        hidden.register_hook(fail_elsewhere)
-        loss = model[2](hidden).square().mean()
-    with engine.backward():
-        loss.backward()
-    for ours, its in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.clone(), its.grad)
-
-
-def fail(grad):
-    raise ArithmeticError
-
-
-def cleared_as_the_error_says(rank, world_size):
-    """A backward that fails, another one that is refused for that, and `zero_grad`, without
-    `manual_backward`.
+def build_with_sgd(rank, world_size):
+    """Three layers, their engine and optimizer, this rank's batch, and the gradients of a plain
+    copy on the batches of all ranks.
     """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3)))
@@ -124,10 +99,39 @@ def cleared_as_the_error_says(rank, world_size):
     engine = Zero3Engine(
         model, [optimizer], device=CPU, collectives=collectives, unit_policy=[nn.Linear]
     )
+    return model, engine, optimizer, batches[rank], [p.grad for p in plain.parameters()]
+
+
+def require_gradients(model, expected):
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad.clone(), gradient)
+
+
+def while_a_backward_runs(rank, world_size):
+    model, engine, _, batch, expected = build_with_sgd(rank, world_size)
+    with engine.step():
+        hidden = model[1](model[0](batch))
+        # the last layer has its gradient by then, and the first has none
+        hidden.register_hook(fail_elsewhere)
+        loss = model[2](hidden).square().mean()
+    with engine.backward():
+        loss.backward()
+    require_gradients(model, expected)
+
+
+def fail(grad):
+    raise ArithmeticError
+
+
+def cleared_as_the_error_says(rank, world_size):
+    """A backward that fails, another one that is refused for that, and `zero_grad`, without
+    `manual_backward`.
+    """
+    model, engine, optimizer, batch, expected = build_with_sgd(rank, world_size)
 
     def loss(hook=None):
         with engine.step():
-            hidden = model[0](batches[rank])
+            hidden = model[0](batch)
             if hook is not None:
                 hidden.register_hook(hook)
             return model[2](model[1](hidden)).square().mean()
@@ -139,8 +143,7 @@ def cleared_as_the_error_says(rank, world_size):
         loss().backward()
     optimizer.zero_grad()
     loss().backward()
-    for ours, its in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.clone(), its.grad)
+    require_gradients(model, expected)
 
 
 @pytest.mark.parametrize(
