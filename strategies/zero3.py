@@ -32,7 +32,8 @@ from .adapters.foreign import log_graphs, mark_sharded
 from .adapters.lightning_callbacks import adapt, move_averages, start_averages
 from .adapters.option_names import refuse_others
 from .checkpoints import CheckpointOptions, CheckpointStrategy
-from .collectives import LocalCollectives, make_collectives, make_hybrid_collectives
+from .collectives import LocalCollectives
+from .communicators import make_collectives, make_hybrid_collectives
 from .data import DataHooks, DataOptions
 from .engine import (
     FUSED,

@@ -348,7 +348,7 @@ class Zero3Run(Run):
 
     def communicator(self, device: torch.device) -> Any:
         """To the other ranks."""
-        from lightning_zero3.strategies.collectives import make_collectives
+        from lightning_zero3.strategies.communicators import make_collectives
 
         return make_collectives(dist.group.WORLD, device)
 

@@ -38,7 +38,13 @@ ROOMS = [
         packages="torch numpy",
         tokens=1_152,
     ),
-    Room("strategies/collectives", "every exchange between ranks", tokens=5_479),
+    Room("strategies/collectives", "every exchange between ranks", tokens=3_277),
+    Room(
+        "strategies/communicators",
+        "which one a run has; shared memory",
+        "strategies/collectives",
+        tokens=2_208,
+    ),
     Room(
         "strategies/engine",
         "ZeRO-3 in plain torch",
@@ -96,9 +102,10 @@ ROOMS = [
     Room(
         "strategies/liveness",
         "heartbeats and the watchdog",
-        "strategies/support strategies/collectives strategies/engine strategies/launch",
+        "strategies/support strategies/collectives strategies/communicators strategies/engine"
+        " strategies/launch",
         _LIGHTNING,
-        tokens=6_662,
+        tokens=6_666,
     ),
     Room(
         "strategies/evaluation",
@@ -130,12 +137,13 @@ ROOMS = [
     Room(
         "strategies/zero3",
         "the strategy: Trainer hooks, a few calls each",
-        "strategies/collectives strategies/engine strategies/activations strategies/state_dicts"
-        " strategies/optimizers strategies/launch strategies/data strategies/checkpoints"
+        "strategies/collectives strategies/communicators strategies/engine strategies/activations"
+        " strategies/state_dicts strategies/optimizers strategies/launch strategies/data"
+        " strategies/checkpoints"
         " strategies/numerics strategies/liveness strategies/evaluation strategies/adapters"
         " strategies/memory_ledger strategies/plan",
         _LIGHTNING,
-        tokens=3_345,
+        tokens=3_348,
     ),
     Room(
         "strategies",
@@ -177,9 +185,9 @@ ROOMS = [
     Room(
         "callbacks/graphs",
         "the training step as CUDA graphs",
-        "strategies/support strategies/collectives strategies/engine",
+        "strategies/support strategies/collectives strategies/communicators strategies/engine",
         f"{_LIGHTNING} torchmetrics lightning_utilities",
-        tokens=12_206,
+        tokens=12_211,
     ),
     Room(
         "callbacks/cuda_backend",

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.collectives import make_collectives
+from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import Offload, Zero3Engine, parse_offload
 from lightning_zero3.strategies.optimizers.param_groups import ParamGroups
 from offload.late_device import LateStream, LateWorker

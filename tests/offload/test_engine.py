@@ -14,7 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from helpers.models import TinyLm, make, part, tokens
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.collectives import LocalCollectives, make_collectives
+from lightning_zero3.strategies.collectives import LocalCollectives
+from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import (
     Offload,
     Zero3Engine,

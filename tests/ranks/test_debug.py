@@ -27,7 +27,7 @@ def train(rank, world_size, container, wiped, debug):
     """Losses, and the error that ended the training."""
     import torch.distributed as dist
 
-    from lightning_zero3.strategies.collectives import make_collectives
+    from lightning_zero3.strategies.communicators import make_collectives
     from lightning_zero3.strategies.engine import Zero3Engine
 
     torch.manual_seed(1)

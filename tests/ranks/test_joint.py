@@ -6,11 +6,8 @@ from torch import nn
 
 from helpers.parity import RTOL
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.collectives import (
-    DivergenceError,
-    GroupCollectives,
-    make_collectives,
-)
+from lightning_zero3.strategies.collectives import DivergenceError, GroupCollectives
+from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import ResidencyError, Zero3Engine, compare_notes
 
 

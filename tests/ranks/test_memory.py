@@ -15,7 +15,7 @@ from torch import nn
 from helpers.models import Block
 from helpers.ranks import run_ranks
 from helpers.tracking import needs_cuda
-from lightning_zero3.strategies.collectives import make_collectives
+from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
 
 WIDTH, DEPTH, VOCAB = 256, 4, 2000

@@ -8,14 +8,13 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.collectives import (
-    ComparedCollectives,
-    GroupCollectives,
+from lightning_zero3.strategies.collectives import ComparedCollectives, GroupCollectives
+from lightning_zero3.strategies.collectives.rounding import ROOM, narrow, widen
+from lightning_zero3.strategies.communicators import (
     SharedMemoryCollectives,
     make_collectives,
     make_hybrid_collectives,
 )
-from lightning_zero3.strategies.collectives.rounding import ROOM, narrow, widen
 from lightning_zero3.strategies.engine import Zero3Engine
 
 BF16 = torch.bfloat16
