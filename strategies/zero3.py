@@ -46,6 +46,7 @@ from .engine import (
 )
 from .evaluation.strategy import EvaluationStrategy
 from .evaluation.torchmetrics import prepare_metrics
+from .initial_values import Initializer
 from .launch.process_strategy import StartMethod
 from .liveness.watchdog import WatchOptions
 from .memory_ledger import by_category, by_unit
@@ -359,15 +360,18 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
 
     def _build_engine(self) -> Zero3Engine:
         assert self._communicator is not None
-        options = self._engine_options()
+        module, options = self._trainer.lightning_module, self._engine_options()
         budget = options.pop("activations")
         if self._communicator.world_size == 1:  # sends nothing, also where offload copies shards
             options |= {"wire_dtype": lambda name, p: torch.float32, "reduce_dtype": None}
+        initial_values = Initializer(module, self.pending_keys())
+        initial_values.fill_buffers()
         engine = Zero3Engine(
-            self._trainer.lightning_module,
+            module,
             self.optimizers,
             device=self.root_device,
             collectives=self._communicator,
+            initialize=initial_values.fill,
             **options,
         )
         if budget is not None:
@@ -386,7 +390,6 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             "wire_dtype": lambda name, p: torch.float32 if name in kept else wire,
             "reduce_dtype": self._reduce_dtype,
             "reduce_once": self._reduce_once,
-            "loaded": self.pending_keys(),
             "offload": self._offload,
             "activations": self._activations,
         }

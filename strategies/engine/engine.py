@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -21,6 +21,7 @@ from .agreement import compare_notes, describe_exchange
 from .backward import Backward
 from .buffers import Buffers
 from .build import (
+    Initialize,
     SlotDtype,
     build_units,
     check_memory,
@@ -32,7 +33,6 @@ from .chunk import Entry
 from .forward_order import ForwardOrder
 from .gradients import Gradients
 from .hooks import install, take_gradients, tracing_state, transform, watch_outputs
-from .initial_values import Initializer
 from .isolation import apart
 from .layout import overlap
 from .module_tree import Structure
@@ -74,8 +74,8 @@ class Zero3Engine(Access):
         debug: look for lost writes. See :mod:`~.debug`.
         reduce_once: make :meth:`accumulate` hold gradients; costs a full-size fp32 gradient on
             every rank.
-        loaded: names of parameters and buffers that are going to be loaded, and are not initialised
-            where they are on the meta device.
+        initialize: gets the parameters of a unit, with their names, and gives those on the meta
+            device memory and values.
         offload: which shards live in host memory; not with collectives that are alone.
 
     Raises:
@@ -100,7 +100,7 @@ class Zero3Engine(Access):
         reduce_dtype: torch.dtype | None = None,
         reduce_once: bool = False,
         debug: bool = False,
-        loaded: Container[str] = (),
+        initialize: Initialize = lambda parameters: None,
         offload: Offload | None = None,
         streams: Callable[[torch.device], Stream] = Stream,
         worker: Callable[[torch.device], Executor] = start_worker,
@@ -118,12 +118,10 @@ class Zero3Engine(Access):
         check_memory(model)
         check_same_structure(self.units, model, optimizers, collectives)
         self.host = Host(offload, hosted, device, worker(device)) if offload and hosted else None
-        initializer = Initializer(model, loaded)
-        initializer.fill_buffers(model)
         earlier = owners_of(model.parameters())
         for owner in earlier:
             compare_notes(owner.collectives)
-        fill_shards(self.units, collectives, device, initializer)
+        fill_shards(self.units, collectives, device, initialize)
         for owner in earlier:
             owner.close()  # this engine has taken the parameters over
         self.buffers = Buffers(model, collectives, device)

@@ -50,7 +50,13 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=31_108,
+        tokens=29_970,
+    ),
+    Room(
+        "strategies/initial_values",
+        "of layers on the meta device",
+        "strategies/engine",
+        tokens=1_150,
     ),
     Room(
         "strategies/activations",
@@ -141,9 +147,9 @@ ROOMS = [
         " strategies/state_dicts strategies/optimizers strategies/launch strategies/data"
         " strategies/checkpoints"
         " strategies/numerics strategies/liveness strategies/evaluation strategies/adapters"
-        " strategies/memory_ledger strategies/plan",
+        " strategies/memory_ledger strategies/plan strategies/initial_values",
         _LIGHTNING,
-        tokens=3_348,
+        tokens=3_372,
     ),
     Room(
         "strategies",
