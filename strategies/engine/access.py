@@ -165,9 +165,8 @@ class Access:
             yield  # they are
             return
         units = list(dict.fromkeys(entry.unit for entry in wanted))
-        if (
-            units and units[0].arena.announce is None
-        ):  # else ranks that have nothing to run take part
+        # else ranks that have nothing to run take part
+        if units and not units[0].arena.announce:
             self.collectives.meet(Meeting.GATHERED)
             compare_notes(self.collectives)  # what is read is put together of all ranks' parts
         for unit in units:

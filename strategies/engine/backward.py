@@ -21,8 +21,7 @@ from .chunk import Entry
 from .gradients import Gradients
 from .reduction import Reducer
 from .sharded import NO_GRAPH_TASK, ResidencyError, get_grad, graph_task, set_grad
-from .uneven import JointSteps
-from .unit import Unit
+from .unit import Arena, Unit
 
 
 class _Pass:
@@ -39,12 +38,12 @@ class Backward:
         reducer: Reducer,
         collectives: LocalCollectives,
         buffers: Buffers,
-        joint: JointSteps,
+        arena: Arena,
         adopt_values: Callable[[], None],
         failed: Callable[[], None],
     ) -> None:
         self._units, self._gradients, self._reducer = units, gradients, reducer
-        self._collectives, self._buffers, self._joint = collectives, buffers, joint
+        self._collectives, self._buffers, self._arena = collectives, buffers, arena
         self._adopt_values, self._failed = adopt_values, failed
         # Indices of units in the order that all ranks expect, the reverse of their forward. All
         # must issue exchanges in one order, but a rank may skip a unit that others visit (its loss
@@ -89,7 +88,7 @@ class Backward:
             if not now.active:
                 now.begin()
             # a custom Function may return None
-            if grad is None or now._joint.running:
+            if grad is None or now._arena.announce:
                 return
             if used[number] and len(parameter._post_accumulate_grad_hooks) > 1:
                 raise _seen_alone(name)
@@ -121,7 +120,7 @@ class Backward:
         if self.active:
             return
         self._adopt_values()
-        if not self._joint.running:
+        if not self._arena.announce:
             self._gradients.begin_backward()  # or raises, and no pass has begun
         self.active, self._run, self._before = True, None, bytes(self._gradients.used)
         self.replayed = False
@@ -172,14 +171,14 @@ class Backward:
         unit.unuse()
         # Nested units get more gradients while the units inside them run; one reduction at the end
         # is enough.
-        if unit.trained and not (unit.nested or unit.index in self.coming or self._joint.running):
+        if unit.trained and not (unit.nested or unit.index in self.coming or self._arena.announce):
             self._reducer.reduce(unit)
 
     def end(self) -> None:
         """Autograd has finished; collective."""
         self.begin(silent=True)
         self.complete()
-        if self._joint.running:
+        if self._arena.announce:
             self.active, self._run = False, None
         else:
             self._conclude()
@@ -193,8 +192,8 @@ class Backward:
         while self.coming:
             self._visit(self._units[self.coming.popleft()])
         self._leave()
-        # a joint step drops gradients
-        is_over = self._joint.running or self.replayed
+        # a step that not all ranks run drops gradients
+        is_over = self._arena.announce or self.replayed
         for unit in () if is_over else reversed(self._units):
             if unit.nested or (self._collectives.alone and self._reducer.claimed[unit.index]):
                 self._reducer.reduce(unit)
@@ -246,7 +245,7 @@ class Backward:
         between passes: reduce what is held; collective if there is anything.
         """
         self.require_ended(name)
-        if self._joint.running and (name or self._reducer.held):
+        if self._arena.announce and (name or self._reducer.held):
             raise _out_of_reach(
                 name,
                 "a step of an evaluation that not all ranks run, where gradients of parameters are"

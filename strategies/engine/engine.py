@@ -48,7 +48,6 @@ from .sharded import (
 )
 from .stepping import OptimizerStep
 from .streams import Stream
-from .uneven import JointSteps
 from .unit import Arena, Phase, Unit, arena_layout
 
 
@@ -148,14 +147,13 @@ class Zero3Engine(Access):
         collectives.exchange_log.describe = partial(describe_exchange, self.units)
         self.saved_tensors = SavedTensors(self.arena)
         self.gradients = Gradients(self.units, self.reducer.written, collectives.exchange_log)
-        self.joint = JointSteps(self.units, collectives)
         self.passes = Backward(
             self.units,
             self.gradients,
             self.reducer,
             collectives,
             self.buffers,
-            self.joint,
+            self.arena,
             self._adopt_values,
             self.abandon,
         )
@@ -226,7 +224,7 @@ class Zero3Engine(Access):
         self.open_step()
         if not torch.is_grad_enabled():
             self.collectives.exchange_log.suspend_trace()  # no backward will come to compare it
-        elif not self.joint.running:
+        elif not self.arena.announce:
             self.collectives.exchange_log.resume_trace()
         try:
             self.passes.in_step = True
@@ -398,7 +396,7 @@ class Zero3Engine(Access):
         unit.use()
         self.saved_tensors.enter(unit)
         # in a step that not all ranks run, only some would learn
-        if graph_task() == NO_GRAPH_TASK and not self.joint.running:
+        if graph_task() == NO_GRAPH_TASK and not self.arena.announce:
             following = self._forward.enter(unit.index)
             if following is not None:
                 self.units[following].unshard(ahead=True)

@@ -71,7 +71,8 @@ class Arena:
     kept: dict[Unit, None] = field(default_factory=dict)
     # graphs are captured, or will be: they hold memory of units that share it, and know that
     is_captured: bool = False
-    # tells ranks that have nothing to run what is exchanged
+    # tells ranks what is exchanged, in a step that not all run: gradients of parameters, which
+    # would be a mean over some ranks, are dropped in it
     announce: Callable[[Unit, Exchange], None] | None = None
 
 
@@ -210,7 +211,7 @@ class Unit:
         arena.holders.append(self)
         with self._unshard_range:
             self._fill()
-        if arena.announce is not None:
+        if arena.announce:
             # ranks that assist do so at once, and may wait until all have what they gave
             self.wait()
 
@@ -224,7 +225,7 @@ class Unit:
         if self._beside is not None:
             with apart():
                 before, self.buffer = self._home.memory.clone(), self._home
-        if self.arena.announce is not None:
+        if self.arena.announce:
             self.arena.announce(self, Exchange.UNSHARD)
         # No torch.func transform is to see it.
         with apart() if _modes() or _inference() else torch._C._DisableFuncTorch():
@@ -431,7 +432,7 @@ class Unit:
 
     def values(self) -> dict[str, Tensor]:
         """Name -> full master value, in memory of its own; collective."""
-        if self.arena.announce is not None:
+        if self.arena.announce:
             self.arena.announce(self, Exchange.VALUES)
         return self.full(Chunk.read)
 

@@ -50,7 +50,7 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=29_970,
+        tokens=29_589,
     ),
     Room(
         "strategies/initial_values",
@@ -118,7 +118,7 @@ ROOMS = [
         "ranks with unequal numbers of batches",
         "strategies/collectives strategies/engine strategies/data strategies/liveness",
         f"{_LIGHTNING} torchmetrics",
-        tokens=2_460,
+        tokens=2_761,
     ),
     Room(
         "strategies/adapters",
