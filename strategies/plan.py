@@ -226,7 +226,7 @@ def _lay_out(
         find_units(module, options["unit_policy"]),
         trained_parameters(module, optimizers),
     )
-    return build_units(parts, trained, *dtypes, ranks, False, options["offload"])
+    return build_units(parts, trained, *dtypes, ranks, offload=options["offload"])
 
 
 def count_state(

@@ -31,6 +31,7 @@ from .activations import Activations, ActivationsKind, parse_activations
 from .adapters.foreign import log_graphs, mark_sharded
 from .adapters.lightning_callbacks import adapt, move_averages, start_averages
 from .adapters.option_names import refuse_others
+from .checked_units import CheckedUnit
 from .checkpoints import CheckpointOptions, CheckpointStrategy
 from .collectives import LocalCollectives
 from .communicators import make_collectives, make_hybrid_collectives
@@ -39,6 +40,7 @@ from .engine import (
     FUSED,
     OffloadKind,
     OptimizerStep,
+    Unit,
     UnitPolicy,
     Zero3Engine,
     gathered,
@@ -385,7 +387,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         wire = self._gather_dtype or torch.float32
         return {
             "unit_policy": self.unit_policy,
-            "debug": self._debug,
+            "unit_class": CheckedUnit if self._debug else Unit,
             "slot_dtype": lambda name, p: dtypes.get(name, p.dtype),
             "wire_dtype": lambda name, p: torch.float32 if name in kept else wire,
             "reduce_dtype": self._reduce_dtype,

@@ -26,7 +26,7 @@ sharded
 Read layout, partition, chunk and unit for what there is; engine, hooks, saved_tensors, backward,
 reduction, gradients and stepping for what happens in a step; sharded and access for what is read
 and written outside of a unit's use. The others can wait: build (set-up), buffers, agreement (what
-the ranks compare), debug, graph_replay (what a captured
+the ranks compare), graph_replay (what a captured
 graph does to units), offload and host_steps (shards in host memory), and the small
 ones: norms, forward_order, isolation, torch_functions, streams, module_tree.
 """

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from ..collectives import LocalCollectives, digest
 from .chunk import Chunk, Entry
-from .debug import CheckedUnit
 from .layout import ChunkLayout
 from .offload import Offload
 from .partition import UnitModules
@@ -51,7 +50,7 @@ def build_units(
     slot_dtype: SlotDtype,
     wire_dtype: SlotDtype,
     collectives: LocalCollectives,
-    debug: bool,
+    unit_class: type[Unit] = Unit,
     offload: Offload | None = None,
 ) -> list[Unit]:
     """Lay every unit out; nothing is allocated yet."""
@@ -77,7 +76,7 @@ def build_units(
             budget -= sum(map(offload.cost, chunks))
             if budget < 0:
                 chunks = [offload.place(chunk) for chunk in chunks]
-        kind = WholeUnit if collectives.alone else CheckedUnit if debug else Unit
+        kind = WholeUnit if collectives.alone else unit_class
         units.append(kind(index, part, chunks))
     end = 0
     for chunk in (chunk for unit in units for chunk in unit.chunks if chunk.trained):

@@ -70,7 +70,7 @@ class Zero3Engine(Access):
         wire_dtype: dtype in which a parameter travels to an fp32 buffer, from its name and itself;
             fp32 by default.
         reduce_dtype: dtype in which fp32 gradients travel; they are added up in fp32 in any case.
-        debug: look for lost writes. See :mod:`~.debug`.
+        unit_class: a :class:`Unit`, perhaps one that checks what is done to it; not on one rank.
         reduce_once: make :meth:`accumulate` hold gradients; costs a full-size fp32 gradient on
             every rank.
         initialize: gets the parameters of a unit, with their names, and gives those on the meta
@@ -98,7 +98,7 @@ class Zero3Engine(Access):
         wire_dtype: SlotDtype = lambda name, parameter: torch.float32,
         reduce_dtype: torch.dtype | None = None,
         reduce_once: bool = False,
-        debug: bool = False,
+        unit_class: type[Unit] = Unit,
         initialize: Initialize = lambda parameters: None,
         offload: Offload | None = None,
         streams: Callable[[torch.device], Stream] = Stream,
@@ -108,7 +108,7 @@ class Zero3Engine(Access):
         trained = trained_parameters(model, optimizers)
         parts = find_units(model, unit_policy)
         self.units = build_units(
-            parts, trained, slot_dtype, wire_dtype, collectives, debug, offload
+            parts, trained, slot_dtype, wire_dtype, collectives, unit_class, offload
         )
         self.chunks = [chunk for unit in self.units for chunk in unit.chunks]
         hosted = [chunk for chunk in self.chunks if isinstance(chunk, HostChunk)]
@@ -158,7 +158,7 @@ class Zero3Engine(Access):
             self.abandon,
         )
         self.own_parameters()
-        self._forward = ForwardOrder(foresees=not debug)
+        self._forward = ForwardOrder()
         hooks = self._enter_forward, self._leave_forward
         self._has_warned = False
         self.handles = [handle for unit in self.units for handle in install(unit, *hooks)]

@@ -50,13 +50,19 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=29_589,
+        tokens=29_354,
     ),
     Room(
         "strategies/initial_values",
         "of layers on the meta device",
         "strategies/engine",
         tokens=1_150,
+    ),
+    Room(
+        "strategies/checked_units",
+        "the debug mode: lost writes are errors",
+        "strategies/engine",
+        tokens=235,
     ),
     Room(
         "strategies/activations",
@@ -147,9 +153,9 @@ ROOMS = [
         " strategies/state_dicts strategies/optimizers strategies/launch strategies/data"
         " strategies/checkpoints"
         " strategies/numerics strategies/liveness strategies/evaluation strategies/adapters"
-        " strategies/memory_ledger strategies/plan strategies/initial_values",
+        " strategies/memory_ledger strategies/plan strategies/initial_values strategies/checked_units",
         _LIGHTNING,
-        tokens=3_372,
+        tokens=3_383,
     ),
     Room(
         "strategies",

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from .chunk import Chunk, Entry
-from .isolation import apart
-from .sharded import ResidencyError
-from .unit import Unit
+from .engine import Chunk, Entry, ResidencyError, Unit
+from .engine.isolation import apart
 
 
 class CheckedUnit(Unit):
-    """A unit that compares its buffer with the shards at the end of each use."""
+    """A unit that compares its buffer with the shards at the end of each use.
+
+    It is not unsharded ahead of one, so that the error of ranks that part names the first unit in
+    which they do.
+    """
+
+    def unshard(self, ahead: bool = False) -> None:
+        """See :meth:`Unit.unshard`."""
+        if not ahead:
+            super().unshard()
 
     def unuse(self) -> None:
         """See :meth:`Unit.unuse`; what was written past torch (by a pointer) would not reach the
