@@ -37,7 +37,6 @@ from .collectives import LocalCollectives
 from .communicators import make_collectives, make_hybrid_collectives
 from .data import DataHooks, DataOptions
 from .engine import (
-    FUSED,
     OffloadKind,
     OptimizerStep,
     Unit,
@@ -62,6 +61,7 @@ from .numerics.precision import (
 )
 from .numerics.rerun import SecondRun
 from .optimizers.classify import Stepping
+from .optimizers.host_steps import FUSED
 from .optimizers.param_groups import ParamGroups
 from .plan import PLAN, count_state, show_plan, size_text
 from .state_dicts.optimizer_state import broadcast_created_state

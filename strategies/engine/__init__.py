@@ -27,7 +27,7 @@ Read layout, partition, chunk and unit for what there is; engine, hooks, saved_t
 reduction, gradients and stepping for what happens in a step; sharded and access for what is read
 and written outside of a unit's use. The others can wait: build (set-up), buffers, agreement (what
 the ranks compare), graph_replay (what a captured
-graph does to units), offload and host_steps (shards in host memory), and the small
+graph does to units), offload (shards in host memory), and the small
 ones: norms, forward_order, isolation, torch_functions, streams, module_tree.
 """
 
@@ -36,7 +36,6 @@ from .agreement import compare_notes
 from .chunk import Chunk, Entry
 from .engine import Zero3Engine
 from .graph_replay import ReplayedStep, rehearsed_backward
-from .host_steps import FUSED, HostShards
 from .offload import HostChunk, Offload, OffloadKind, parse_offload
 from .partition import UnitPolicy, find_units
 from .sharded import ResidencyError, ShardedParameter, is_sharded, owner_or_none
@@ -45,13 +44,11 @@ from .torch_functions import instances
 from .unit import Exchange, Unit, is_in_buffer
 
 __all__ = [
-    "FUSED",
     "SCALARS",
     "Chunk",
     "Entry",
     "Exchange",
     "HostChunk",
-    "HostShards",
     "Offload",
     "OffloadKind",
     "OptimizerStep",

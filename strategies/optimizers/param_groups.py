@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..engine import FUSED, HostShards, OptimizerStep, StandIns, State, Zero3Engine, compare_notes
+from ..engine import OptimizerStep, StandIns, State, Zero3Engine, compare_notes
 from .classify import Stepping, find_stepping
+from .host_steps import FUSED, HostShards
 from .lbfgs import LongVector
 from .settings import list_settings
 from .whole_parameters import WholeParameters

@@ -20,7 +20,6 @@ from lightning_zero3.strategies.engine import (
     Offload,
     Zero3Engine,
     gradients,
-    host_steps,
     offload,
     reduction,
     unit,
@@ -30,6 +29,7 @@ from lightning_zero3.strategies.engine.layout import ChunkLayout
 from lightning_zero3.strategies.engine.norms import squared_norms
 from lightning_zero3.strategies.engine.offload import Host, HostChunk, start_worker
 from lightning_zero3.strategies.engine.streams import Stream
+from lightning_zero3.strategies.optimizers import host_steps
 from lightning_zero3.strategies.optimizers.param_groups import ParamGroups
 from offload.late_device import LateStream, LateWorker
 

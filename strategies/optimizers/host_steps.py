@@ -10,9 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
-from .chunk import Chunk, Entry
-from .offload import HostChunk
-from .stepping import OptimizerStep, StandIns, State
+from ..engine import Chunk, Entry, HostChunk, OptimizerStep, StandIns, State
 
 # Of torch, with fused kernels for the CPU. They update each element by itself, so that a step may
 # be done in parts.
