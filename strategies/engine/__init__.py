@@ -26,22 +26,20 @@ sharded
 Read layout, partition, chunk and unit for what there is; engine, hooks, saved_tensors, backward,
 reduction, gradients and stepping for what happens in a step; sharded and access for what is read
 and written outside of a unit's use. The others can wait: build (set-up), buffers, agreement (what
-the ranks compare), graph_replay (what a captured
-graph does to units), offload (shards in host memory), and the small
-ones: norms, forward_order, isolation, torch_functions, streams, module_tree.
+the ranks compare), offload (shards in host memory), and the small ones: norms, forward_order,
+isolation, torch_functions, streams, module_tree.
 """
 
 from .access import gathered
 from .agreement import compare_notes
 from .chunk import Chunk, Entry
 from .engine import Zero3Engine
-from .graph_replay import ReplayedStep, rehearsed_backward
 from .offload import HostChunk, Offload, OffloadKind, parse_offload
 from .partition import UnitPolicy, find_units
 from .sharded import ResidencyError, ShardedParameter, is_sharded, owner_or_none
 from .stepping import SCALARS, OptimizerStep, StandIns, State
 from .torch_functions import instances
-from .unit import Exchange, Unit, is_in_buffer
+from .unit import Exchange, Phase, Unit, is_in_buffer
 
 __all__ = [
     "SCALARS",
@@ -52,7 +50,7 @@ __all__ = [
     "Offload",
     "OffloadKind",
     "OptimizerStep",
-    "ReplayedStep",
+    "Phase",
     "ResidencyError",
     "ShardedParameter",
     "StandIns",
@@ -68,5 +66,4 @@ __all__ = [
     "is_sharded",
     "owner_or_none",
     "parse_offload",
-    "rehearsed_backward",
 ]

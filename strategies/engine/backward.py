@@ -57,7 +57,7 @@ class Backward:
         self._run: Callable[[], _Pass | None] | None = None  # what autograd's run holds
         # what other ranks lack of rank 0's buffers, as all ranks agreed, while graphs may need them
         # as saved
-        self._owed = b""
+        self.stale_buffers = b""
         self._current: Unit | None = None  # the unit whose backward runs
         self._before = b""  # which gradients there were when it began
 
@@ -211,7 +211,9 @@ class Backward:
             if late[unit.index]:
                 self._reducer.reduce(unit)
         if self.in_step:
-            self._owed = changed  # since the last time, so it holds what an earlier pass found
+            self.stale_buffers = (
+                changed  # since the last time, so it holds what an earlier pass found
+            )
         elif any(changed):
             self._buffers.synchronize(changed)
         self._reducer.finish()
@@ -223,7 +225,7 @@ class Backward:
         """No graph of the step is differentiated any more: buffers become rank 0's; collective if
         any changed.
         """
-        owed, self._owed = self._owed, b""
+        owed, self.stale_buffers = self.stale_buffers, b""
         if any(owed):
             self._buffers.synchronize(owed)
 
@@ -269,7 +271,7 @@ class Backward:
             for entry in (entry for unit in self._units for entry in unit.trained):
                 set_grad(entry.parameter, None)
         self.coming.clear()
-        self._current, self.active, self._owed, self._run = None, False, b"", None
+        self._current, self.active, self.stale_buffers, self._run = None, False, b"", None
 
 
 def _out_of_reach(name: str, where: str) -> ResidencyError:

@@ -203,10 +203,6 @@ class Zero3Engine(Access):
         chunk = self.entries[id(parameter)].chunk
         return chunk.wire_dtype != chunk.master_dtype
 
-    def expect_graphs(self, captures: bool = True) -> None:
-        """Graphs will be captured, or are: they hold memory that units share, and know that."""
-        self.arena.is_captured = captures
-
     # --------------------------------------------------------------------------------------- a step
 
     @contextmanager

@@ -157,7 +157,7 @@ class Unit:
         """
         self._collectives, self._stream, self.arena = collectives, stream, arena
         memory = arena.memory[start : start + self.nbytes]
-        self._home = self.buffer = Buffer(self, memory, collectives.rank)
+        self.home = self.buffer = Buffer(self, memory, collectives.rank)
         # (device type, dtype) that some of its weights are rounded to, as autocast would
         device = arena.memory.device.type
         lower = {c.dtype for c in self.chunks if c.dtype != c.master_dtype}
@@ -168,7 +168,7 @@ class Unit:
             entry.parameter.data = entry.absent
             entry.seen = entry.parameter._version
         # where parameters begin [bytes of the buffer], in this order, but those without elements
-        places = [(view.data_ptr() - self._home.start, entry) for entry, view in self._home.views]
+        places = [(view.data_ptr() - self.home.start, entry) for entry, view in self.home.views]
         places.sort(key=lambda place: place[0])
         self.starts, self.by_start = [s for s, _ in places], [entry for _, entry in places]
         self.shard_parameters()
@@ -203,7 +203,7 @@ class Unit:
         # on this rank, perhaps
         is_kept = (
             bool(arena.kept)
-            and self.buffer is self._home
+            and self.buffer is self.home
             and not arena.is_captured
             and self._is_kept_from()
         )
@@ -224,7 +224,7 @@ class Unit:
         """
         if self._beside is not None:
             with apart():
-                before, self.buffer = self._home.memory.clone(), self._home
+                before, self.buffer = self.home.memory.clone(), self.home
         if self.arena.announce:
             self.arena.announce(self, Exchange.UNSHARD)
         # No torch.func transform is to see it.
@@ -242,13 +242,13 @@ class Unit:
             self.wait()
             self.buffer = self._beside
             with apart():
-                self.buffer.memory.copy_(self._home.memory)
-                self._home.memory.copy_(before)
+                self.buffer.memory.copy_(self.home.memory)
+                self.home.memory.copy_(before)
 
     def _is_kept_from(self) -> bool:
         """Whether somebody holds what another unit has left in the memory."""
         kept = self.arena.kept
-        for unit in [each for each in kept if not (each._home.is_held() or each.pins)]:
+        for unit in [each for each in kept if not (each.home.is_held() or each.pins)]:
             del kept[unit]
         return not self.rivals.isdisjoint(kept)
 
@@ -377,15 +377,7 @@ class Unit:
         if self.phase is Phase.UNSHARDED:
             self.phase = Phase.SHARDED
             self.arena.holders.remove(self)
-            self.buffer, self._beside = self._home, None
-
-    def replayed(self, filled: bool) -> None:
-        """A captured graph has filled the buffer, or given it up."""
-        if not filled:
-            self.reshard()
-        elif self.phase is Phase.SHARDED:
-            self.phase = Phase.UNSHARDED
-            self.arena.holders.append(self)
+            self.buffer, self._beside = self.home, None
 
     def refresh(self) -> None:
         """Some shards changed: what is in the buffer is no longer true."""

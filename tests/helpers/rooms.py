@@ -50,7 +50,7 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=28_661,
+        tokens=28_047,
     ),
     Room(
         "strategies/initial_values",
@@ -63,6 +63,12 @@ ROOMS = [
         "the debug mode: lost writes are errors",
         "strategies/engine",
         tokens=235,
+    ),
+    Room(
+        "strategies/graph_replay",
+        "what a captured step does to the engine",
+        "strategies/engine",
+        tokens=560,
     ),
     Room(
         "strategies/activations",
@@ -197,9 +203,10 @@ ROOMS = [
     Room(
         "callbacks/graphs",
         "the training step as CUDA graphs",
-        "strategies/support strategies/collectives strategies/communicators strategies/engine",
+        "strategies/support strategies/collectives strategies/communicators strategies/engine"
+        " strategies/graph_replay",
         f"{_LIGHTNING} torchmetrics lightning_utilities",
-        tokens=12_211,
+        tokens=12_212,
     ),
     Room(
         "callbacks/cuda_backend",
