@@ -117,13 +117,6 @@ class Activations:
         self._mark: Any = None  # the end of the last copies
         self._saved = self._moved = self._most = 0  # bytes in this step; the most saved in any
 
-    def describe(self) -> str:
-        """One line that says what lies where."""
-        if self._device.type == "cpu":
-            return "Activations: the device is the host, and no memory is saved."
-        kept = f" but for {self._budget / 2**30:.2f} GiB" if self._budget else ""
-        return f"Activations: what layers save for backward goes to host memory{kept}."
-
     @contextmanager
     def step(self) -> Iterator[None]:
         """What is saved inside may move."""

@@ -87,7 +87,7 @@ class ReplayedStep:
             self._filled = [
                 unit
                 for unit in engine.units
-                if unit.phase is Phase.UNSHARDED and unit.buffer is unit.home
+                if unit.phase is Phase.UNSHARDED and not unit.pins and unit.buffer is unit.home
             ]
         self._written[part] = [buffer for buffer, version in versions if buffer._version != version]
 

@@ -331,13 +331,11 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
                 state = count_state(self.engine.units, module, *its)
                 nbytes = sum(state.values()) - state["host"] - state["optimizer's step"]
                 told += f", state {size_text(nbytes)} a rank"
+                if state["host"]:
+                    told += f" and {size_text(state['host'])} in host memory"
             self.tell_start(told)
         if self.engine.host is not None:
-            self._tell_offload()
-        elif self._offload is not None:
-            rank_zero_info("Offload: everything fits, and stays on the device.")
-        if self._moved is not None:
-            rank_zero_info(self._moved.describe())
+            self._tell_host_steps()
         if any(states):  # made of each rank's own initial values, perhaps
             states = broadcast_created_state(self.engine, states)
         self._groups.start(self.engine, states)
@@ -346,9 +344,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         prepare_metrics(module, self._callbacks, self.root_device)
         _update_properties(module, device=self.root_device)
 
-    def _tell_offload(self) -> None:
-        assert self.engine is not None and self.engine.host is not None
-        rank_zero_info(self.engine.host.describe(self.engine.chunks))
+    def _tell_host_steps(self) -> None:
         for optimizer in self.optimizers:
             name = type(optimizer).__name__
             if type(optimizer) not in FUSED:

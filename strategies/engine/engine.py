@@ -48,7 +48,7 @@ from .sharded import (
 )
 from .stepping import OptimizerStep
 from .streams import Stream
-from .unit import Arena, Phase, Unit, arena_layout
+from .unit import Arena, Unit, arena_layout
 
 
 class Zero3Engine(Access):
@@ -352,7 +352,7 @@ class Zero3Engine(Access):
             return
         units = {entry.unit for entry in changed}
         for unit in self.arena.kept:
-            is_ours = unit in units and unit.phase is not Phase.IN_USE
+            is_ours = unit in units and not unit.pins
             if is_ours and unit.buffer.is_held() and not self._has_warned:
                 self._has_warned = True
                 warnings.warn(

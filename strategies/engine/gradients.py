@@ -57,14 +57,14 @@ class Gradients:
                 chunk.room_for_gradients()
             elif not chunk.has_sums:
                 chunk.gradients = None  # until its reduction: now the most memory is in use
-        self._exchange_log.record_backward([self._present("an optimizer", 0, self.trained)])
+        before = self._present("an optimizer, when a backward began,", 0, self.trained)
+        self._exchange_log.backward_settings = [before]
 
     def show(self, used: bytes) -> None:
         """What was reduced is complete; ``used`` says which parameters have a gradient on any
         rank.
         """
         self.used[:] = used
-        self._exchange_log.record_backward([])
         self.forget()
 
     def give_up(self, before: bytes) -> None:
@@ -72,7 +72,6 @@ class Gradients:
         self.used[:] = before
         for entry in filter(self.has_gradient, self.trained):
             self.note_incomplete(entry, "An exception ended a backward pass")
-        self._exchange_log.record_backward([])
         self.forget()
 
     def _zero_cleared(self, chunk: Chunk) -> None:

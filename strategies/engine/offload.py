@@ -186,22 +186,6 @@ class Host:
         # whoever touches memory first has it at its NUMA node
         self.memory = worker.submit(partial(HostMemory, self.nbytes, device)).result()
 
-    def describe(self, chunks: Sequence[Chunk]) -> str:
-        """One line that says what of all ``chunks`` lies where."""
-        if self.device.type == "cpu":
-            return "Offload: the device is the host, and no memory is saved."
-        on_device = sum(
-            tensor.nbytes * (1 if isinstance(chunk, HostChunk) or not chunk.trained else 2)
-            for chunk in chunks
-            for tensor in chunk.shards()
-            if tensor.device == self.device
-        )
-        return (
-            f"Offload: {self.nbytes / 2**30:.2f} GiB of this rank's values and gradients are in"
-            f" host memory, {on_device / 2**30:.2f} GiB on the device; optimizer state will be with"
-            " its parameters."
-        )
-
 
 class HostChunk(Chunk):
     """A chunk that lives in host memory.

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .chunk import Entry
 from .sharded import ResidencyError, ShardedParameter, read
-from .unit import Arena, Phase, Unit
+from .unit import Arena, Unit
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 _data_ptr, _untyped_storage = Tensor.data_ptr, Tensor.untyped_storage  # torch's own
@@ -144,7 +144,7 @@ class SavedTensors:
         if kind is not SavedWeight:
             return saved
         unit, entry, version, dtype, size, stride, offset = saved
-        if unit.phase is not Phase.IN_USE:
+        if not unit.pins:
             self._bring(unit)
         if entry.parameter._version != version:
             raise ResidencyError(

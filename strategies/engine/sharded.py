@@ -134,8 +134,6 @@ class _Sharded(_Copied, Tensor):
                 return _OWN[name](target, *args[1:])
             if name in LIKE:
                 return func(meta_of(target), *args[1:], **{"device": target.device, **kwargs})
-        if name == "is_set_to":
-            return target is args[1]
         if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)

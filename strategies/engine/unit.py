@@ -43,8 +43,7 @@ class Phase(enum.Enum):
 
     SHARDED = "sharded"  # nowhere: only the shards exist
     UNSHARDING = "unsharding"  # on their way into the buffer
-    UNSHARDED = "unsharded"  # in the buffer, which another unit may take
-    IN_USE = "in use"  # in the buffer, which nobody may take
+    UNSHARDED = "unsharded"  # in the buffer, which another unit may take unless they are in use
 
 
 class Exchange(enum.IntEnum):
@@ -309,7 +308,6 @@ class Unit:
                     self.shard_parameters()  # also those before it
                     raise _written_while_sharded(entry)
                 set_data(parameter, view)
-            self.phase = Phase.IN_USE
             self.arena.in_use.append(self)
         self.pins += 1
 
@@ -318,7 +316,6 @@ class Unit:
         self.pins -= 1
         if self.pins > 0:
             return
-        self.phase = Phase.UNSHARDED
         self.arena.in_use.remove(self)
         written = False
         for entry in self.entries:
@@ -374,24 +371,23 @@ class Unit:
         """Give the buffer up, unless it is in use."""
         if self.phase is Phase.UNSHARDING:
             self.wait()  # hazard: the memory's next owner while ranks still send into it
-        if self.phase is Phase.UNSHARDED:
+        if self.phase is Phase.UNSHARDED and not self.pins:
             self.phase = Phase.SHARDED
             self.arena.holders.remove(self)
             self.buffer, self._beside = self.home, None
 
     def refresh(self) -> None:
         """Some shards changed: what is in the buffer is no longer true."""
-        if self.phase is Phase.IN_USE:
+        if self.pins:
             self._fill()
             self.wait()
-            self.phase = Phase.IN_USE
         else:
             self.reshard()
 
     def abandon(self) -> None:
         """After an exception: no use is left, however many were open."""
         incomplete = self.phase is Phase.UNSHARDING
-        self.phase, self.pins = Phase.IN_USE, 1
+        self.phase, self.pins = Phase.UNSHARDED, 1
         try:
             self.unuse()
         finally:
@@ -464,7 +460,7 @@ class WholeUnit(Unit):
             place = entry.chunk.layout.offsets[entry.chunk.entries.index(entry)]
             entry.parameter.data = entry.view(entry.chunk.values, place)
             entry.parameter.__class__ = entry.cls_in_use
-        self.phase, self.pins = Phase.IN_USE, 1  # for ever
+        self.phase, self.pins = Phase.UNSHARDED, 1  # in use for ever
 
 
 def arena_layout(units: Sequence[Unit], alone: bool) -> ArenaLayout:

@@ -38,7 +38,7 @@ ROOMS = [
         packages="torch numpy",
         tokens=1_152,
     ),
-    Room("strategies/collectives", "every exchange between ranks", tokens=3_277),
+    Room("strategies/collectives", "every exchange between ranks", tokens=3_231),
     Room(
         "strategies/communicators",
         "which one a run has; shared memory",
@@ -50,7 +50,7 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=28_047,
+        tokens=27_881,
     ),
     Room(
         "strategies/initial_values",

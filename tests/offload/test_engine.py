@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -24,7 +23,6 @@ from lightning_zero3.strategies.engine import (
     reduction,
     unit,
 )
-from lightning_zero3.strategies.engine.chunk import Chunk
 from lightning_zero3.strategies.engine.layout import ChunkLayout
 from lightning_zero3.strategies.engine.norms import squared_norms
 from lightning_zero3.strategies.engine.offload import Host, HostChunk, start_worker
@@ -355,22 +353,6 @@ def test_memory_that_is_still_read_is_not_written_to(act):
         assert chunk.streams[0].waited == ["copied", "copied again"]
     else:
         assert chunk.streams[0].waited == ["copied"]
-
-
-@pytest.mark.parametrize("kind", ["optimizer", "parameters"])
-def test_the_start_tells_the_bytes_on_both_sides(kind):
-    """Of a unit of 2**24 elements on the host, and one on a device."""
-    entry = SimpleNamespace(trained=True, unit=0, part_of=lambda shard: shard)
-    kinds = torch.bfloat16, torch.bfloat16, torch.float32
-    layout, device = ChunkLayout.build([1 << 24], 1, 2), torch.device("meta")
-    there, here = Chunk([entry], layout, *kinds), HostChunk([entry], layout, *kinds)
-    host = Host(Offload(kind), [here], device, LateWorker(device))
-    here.own(torch.ones(1 << 24), 0)
-    there.own(torch.ones(1 << 24, device=device), 0)
-    # values, gradients, rounded values; values, gradients, and what is sent
-    on_host, on_device = 10 / 64, (8 + 2 * (kind == "optimizer")) / 64
-    said = re.findall(r"(\d+\.\d+) GiB", host.describe([there, here]))
-    assert said == [f"{on_host:.2f}", f"{on_device:.2f}"]
 
 
 class Broken(Exception):

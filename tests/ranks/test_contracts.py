@@ -270,7 +270,9 @@ def test_bytes_of_an_accumulation_window(world_size):
 
 
 def runs_engine(file):
-    return "/strategies/engine/" in file or "/strategies/collectives/" in file
+    return any(
+        f"/strategies/{room}/" in file for room in ("engine", "collectives", "communicators")
+    )
 
 
 def copies_of_a_step(rank, world_size, shared):
