@@ -32,9 +32,10 @@ from .engine import Zero3Engine, is_in_buffer
 from .engine.hooks import ModuleHook
 from .engine.isolation import apart
 from .engine.layout import REGION_BYTES, round_up
-from .engine.offload import HostMemory, parse_size
+from .engine.offload import HostMemory
 from .engine.sharded import NO_GRAPH_TASK, graph_task
 from .engine.streams import Stream
+from .support import parse_size
 
 ActivationsKind = Literal["host"]
 SMALLEST = 1 << 16  # bytes of a storage that is worth a copy

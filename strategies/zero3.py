@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -37,13 +37,13 @@ from .collectives import LocalCollectives
 from .communicators import make_collectives, make_hybrid_collectives
 from .data import DataHooks, DataOptions
 from .engine import (
+    Offload,
     OffloadKind,
     OptimizerStep,
     Unit,
     UnitPolicy,
     Zero3Engine,
     gathered,
-    parse_offload,
 )
 from .evaluation.strategy import EvaluationStrategy
 from .evaluation.torchmetrics import prepare_metrics
@@ -65,6 +65,7 @@ from .optimizers.host_steps import FUSED
 from .optimizers.param_groups import ParamGroups
 from .plan import PLAN, count_state, show_plan, size_text
 from .state_dicts.optimizer_state import broadcast_created_state
+from .support import parse_size
 
 _START_METHODS: dict[str, StartMethod] = {
     "zero3": "popen",
@@ -86,6 +87,17 @@ def _as_options(name: str, value: Any, options: type[_T]) -> _T:
             f" {value!r}."
         )
     return value
+
+
+def _parse_offload(value: str | None) -> Offload | None:
+    """Return what the option says: a kind, or how much may stay on the device ("20GiB").
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if value is None or value in get_args(OffloadKind):
+        return None if value is None else Offload(value)  # type: ignore[arg-type]
+    return Offload("parameters", parse_size("offload", "'optimizer', 'parameters'", value))
 
 
 def _as_time(value: timedelta | float) -> timedelta:
@@ -211,7 +223,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self._reduce_once = reduce_once
         self._data = DataHooks(_as_options("data", data, DataOptions))
         self._checkpoints = _as_options("checkpoint", checkpoint, CheckpointOptions)
-        self._debug, self._offload = debug, parse_offload(offload)
+        self._debug, self._offload = debug, _parse_offload(offload)
         self._activations = parse_activations(activations)
         self._moved: Activations | None = None  # of the engine that is there
         self._stop_on_nonfinite = stop_on_nonfinite

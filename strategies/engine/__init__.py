@@ -34,7 +34,7 @@ from .access import gathered
 from .agreement import compare_notes
 from .chunk import Chunk, Entry
 from .engine import Zero3Engine
-from .offload import HostChunk, Offload, OffloadKind, parse_offload
+from .offload import HostChunk, Offload, OffloadKind
 from .partition import UnitPolicy, find_units
 from .sharded import ResidencyError, ShardedParameter, is_sharded, owner_or_none
 from .stepping import SCALARS, OptimizerStep, StandIns, State
@@ -65,5 +65,4 @@ __all__ = [
     "is_in_buffer",
     "is_sharded",
     "owner_or_none",
-    "parse_offload",
 ]

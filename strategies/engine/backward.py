@@ -39,12 +39,11 @@ class Backward:
         collectives: LocalCollectives,
         buffers: Buffers,
         arena: Arena,
-        adopt_values: Callable[[], None],
         failed: Callable[[], None],
     ) -> None:
         self._units, self._gradients, self._reducer = units, gradients, reducer
         self._collectives, self._buffers, self._arena = collectives, buffers, arena
-        self._adopt_values, self._failed = adopt_values, failed
+        self._failed = failed
         # Indices of units in the order that all ranks expect, the reverse of their forward. All
         # must issue exchanges in one order, but a rank may skip a unit that others visit (its loss
         # does not depend on it there): walking this to its end, it takes part in the exchanges of
@@ -109,7 +108,7 @@ class Backward:
     def expected(self) -> Iterator[None]:
         """Around what differentiates losses; collective at exit, on ranks that had none, too."""
         self._ended = False
-        self._adopt_values()
+        self._arena.store_written()
         yield
         if self.active or not self._ended:
             self.end()
@@ -119,7 +118,7 @@ class Backward:
         self.drop_failed()
         if self.active:
             return
-        self._adopt_values()
+        self._arena.store_written()
         if not self._arena.announce:
             self._gradients.begin_backward()  # or raises, and no pass has begun
         self.active, self._run, self._before = True, None, bytes(self._gradients.used)

@@ -154,7 +154,6 @@ class Zero3Engine(Access):
             collectives,
             self.buffers,
             self.arena,
-            self._adopt_values,
             self.abandon,
         )
         self.own_parameters()
@@ -245,7 +244,7 @@ class Zero3Engine(Access):
         for step in self.steps.values():
             step.abandon()
         self.structure.check()
-        self._adopt_values()
+        self.arena.store_written()
         self._forward.begin()
         self.passes.coming.clear()
 
@@ -305,7 +304,7 @@ class Zero3Engine(Access):
             if unit.lent:
                 unit.require_free()
         self.require_unwritten()
-        self._adopt_values()
+        self.arena.store_written()
 
     def settle(self) -> None:
         """Wait until the host has done what it has to do, and raise what failed there."""
@@ -323,11 +322,6 @@ class Zero3Engine(Access):
         return self.collectives.all_reduce(square).sqrt()
 
     # --------------------------------------------------------------------------------------- values
-
-    def _adopt_values(self) -> None:
-        """What the user wrote to parameters in use becomes known."""
-        for unit in tuple(self.arena.in_use):
-            unit.store_written()
 
     def weights_changed(self, changed: Iterable[Entry] | None = None) -> None:
         """Shards were written, of all parameters unless ``changed`` says which: what was unsharded

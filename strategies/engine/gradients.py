@@ -176,6 +176,7 @@ class Gradients:
             else:
                 gradients = chunk.room_for_gradients()
                 unknown[gradients.device][chunk] = [entry.part_of(gradients) for entry in its]
+        # of a device together: nothing is allocated for each unit
         for parts in unknown.values():
             norms = squared_norms([part for its in parts.values() for part in its])
             found |= zip(parts, norms.split([*map(len, parts.values())]), strict=True)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -23,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -63,30 +62,6 @@ class Offload:
             return chunk
         dtypes = chunk.dtype, chunk.wire_dtype, chunk.master_dtype
         return HostChunk(chunk.entries, chunk.layout, *dtypes)
-
-
-def parse_offload(value: str | None) -> Offload | None:
-    """What the option says: a kind, or how much may stay on the device ("20GiB").
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if value is None or value in get_args(OffloadKind):
-        return None if value is None else Offload(value)  # type: ignore[arg-type]
-    return Offload("parameters", parse_size("offload", "'optimizer', 'parameters'", value))
-
-
-def parse_size(option: str, others: str, value: object) -> int:
-    """Bytes that ``value`` ("20GiB") of an option says, or a ValueError that names ``others``."""
-    units = {"B": 1, "MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w+)", value) if isinstance(value, str) else None
-    nbytes = int(float(found[1]) * units.get(found[2], 0)) if found else 0
-    if nbytes <= 0:
-        raise ValueError(
-            f"{option}={value!r} is none of None, {others} and a size of device memory ('20GiB', in"
-            " B, MB, MiB, GB or GiB)."
-        )
-    return nbytes
 
 
 def processors_near(device: torch.device) -> set[int]:

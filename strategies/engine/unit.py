@@ -74,6 +74,11 @@ class Arena:
     # would be a mean over some ranks, are dropped in it
     announce: Callable[[Unit, Exchange], None] | None = None
 
+    def store_written(self) -> None:
+        """What the user wrote to parameters in use becomes known."""
+        for unit in tuple(self.in_use):
+            unit.store_written()
+
 
 class Buffer:
     """Memory that a unit is unsharded into.
