@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .engine import Zero3Engine, is_in_buffer
 from .engine.hooks import ModuleHook
-from .engine.isolation import apart
+from .engine.isolation import isolated
 from .engine.layout import REGION_BYTES, round_up
 from .engine.offload import HostMemory
 from .engine.sharded import NO_GRAPH_TASK, graph_task
@@ -182,7 +182,7 @@ class Activations:
         if self._moved >= self._most - self._budget and kept <= self._budget:
             return
         pairs = []
-        with apart():
+        with isolated():
             for stored in group.members:
                 source = torch.empty(0, dtype=torch.uint8, device=self._device)
                 source.set_(stored.here.untyped_storage())
@@ -209,7 +209,7 @@ class Activations:
         if group.is_away:
             self._land()
             group.is_away, pairs = False, []
-            with apart():
+            with isolated():
                 for stored in group.members:
                     stored.here = torch.empty_like(stored.host, device=self._device)
                     pairs.append((stored.here, stored.host))

@@ -15,7 +15,7 @@ from .backward import Backward
 from .chunk import Entry
 from .gradients import Gradients
 from .hooks import transform
-from .isolation import apart
+from .isolation import isolated
 from .sharded import (
     ResidencyError,
     ShardedTensor,
@@ -58,14 +58,14 @@ class Access:
         """
         found: dict[int, Tensor] = {}
         by_unit: dict[Unit, list[Any]] = {}
-        with apart():
+        with isolated():
             for each in tensors:
                 if each.since is None:
                     by_unit.setdefault(each.zero3_entry.unit, []).append(each)
                 else:
                     found[id(each)] = self.gradients.full(self._current(each))
             for unit, its in by_unit.items():
-                full = unit.spread or unit.values()
+                full = unit.full_values or unit.values()
                 # cloned: none is to keep the values of the whole unit alive
                 found |= {id(each): full[each.zero3_entry.name].clone() for each in its}
                 del full
@@ -76,7 +76,7 @@ class Access:
         entry = to.zero3_entry
         if to.since is not None:
             self._current(to)
-            with apart():
+            with isolated():
                 if entry.trained:
                     self.gradients.assign(entry, tensor)
             entry.dropped = False
@@ -126,7 +126,7 @@ class Access:
 
     def _current(self, gradient: Any) -> Entry:
         entry = gradient.zero3_entry
-        self.passes.settle(entry.name)
+        self.passes.reduce_held(entry.name)
         if gradient.since != entry.assigned:
             raise ResidencyError(
                 f"This tensor was {describe(gradient)}, which was cleared or replaced since. Read"
@@ -148,8 +148,8 @@ class Access:
             if grad.zero3_entry is entry and grad.since == entry.assigned and not grad.views:
                 return  # as after `parameter.grad *= 2`
             grad = grad.clone()
-        with apart():
-            self.passes.settle(entry.name)
+        with isolated():
+            self.passes.reduce_held(entry.name)
             self.gradients.assign(entry, grad)
         entry.assigned += 1
         self.watch(sharded_tensor(entry, entry.absent_value, entry.assigned), grad)
@@ -177,7 +177,7 @@ class Access:
             set_data(entry.parameter, values[id(entry.parameter)])
             entry.seen = entry.parameter._version
         for unit in units:
-            unit.lent = True
+            unit.has_own_values = True
         try:
             yield
             for entry in () if modify else wanted:
@@ -194,7 +194,7 @@ class Access:
                     set_grad(entry.parameter, None)  # of what was trained inside, after a run
                 entry.aliases, entry.seen = [], entry.parameter._version
             for unit in units:
-                unit.lent = False
+                unit.has_own_values = False
                 unit.shard_parameters()
         for entry in wanted if modify else ():
             value = self.collectives.broadcast(values[id(entry.parameter)].contiguous())

@@ -241,7 +241,7 @@ class Backward:
                 " the parameter itself.",
             )
 
-    def settle(self, name: str = "") -> None:
+    def reduce_held(self, name: str = "") -> None:
         """The gradient of parameter ``name``, or all of them, are going to be read or changed,
         between passes: reduce what is held; collective if there is anything.
         """

@@ -33,7 +33,7 @@ from .chunk import Entry
 from .forward_order import ForwardOrder
 from .gradients import Gradients
 from .hooks import install, take_gradients, tracing_state, transform, watch_outputs
-from .isolation import apart
+from .isolation import isolated
 from .layout import overlap
 from .module_tree import Structure
 from .offload import Host, HostChunk, Offload, start_worker
@@ -264,7 +264,7 @@ class Zero3Engine(Access):
 
     def adopt_gradients(self) -> None:
         """Gradients that are held reach the optimizers; collective if there are any."""
-        self.passes.settle()
+        self.passes.reduce_held()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -282,7 +282,7 @@ class Zero3Engine(Access):
         """Drop all that is open after an exception; the next step starts clean."""
         self.saved_tensors.leave(None)
         for unit in self.units:
-            unit.spread = None
+            unit.full_values = None
         with ExitStack() as stack:  # from below, also if a change in place cannot be stored
             stack.callback(self.collectives.exchange_log.suspend_trace)
             stack.callback(self.passes.abandon)
@@ -301,15 +301,15 @@ class Zero3Engine(Access):
                 " not been summed over the ranks. Step it after it."
             )
         for unit in self.units:
-            if unit.lent:
+            if unit.has_own_values:
                 unit.require_free()
         self.require_unwritten()
         self.arena.store_written()
 
-    def settle(self) -> None:
+    def wait_for_host(self) -> None:
         """Wait until the host has done what it has to do, and raise what failed there."""
         for chunk in self.chunks:
-            chunk.settle()
+            chunk.wait_for_host()
 
     def gradient_norm(self, entries: Iterable[Entry]) -> Tensor:
         """The 2-norm [] of the gradients of ``entries``, in float64; collective.
@@ -332,7 +332,7 @@ class Zero3Engine(Access):
         self._warn_of_kept_views(entries)
         units = dict.fromkeys([entry.unit for entry in entries])
         for unit in units:
-            unit.spread = unit.spread and {}
+            unit.full_values = unit.full_values and {}
             if unit in self.arena.holders:
                 unit.refresh()
         # autograd compares, where it has saved a weight
@@ -359,15 +359,15 @@ class Zero3Engine(Access):
     # -------------------------------------------------------------------------------------- forward
 
     def _enter_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        if graph_task() == NO_GRAPH_TASK:
-            if self.collectives.exchange_log.has_stored and not (self.passes.in_step or unit.lent):
-                # where no rank but this one has stored anything, the next exchange of the others
-                # tells
-                with apart():
-                    compare_notes(self.collectives)
+        is_outside = not (self.passes.in_step or unit.has_own_values)
+        has_stored = self.collectives.exchange_log.has_stored
+        if is_outside and has_stored and graph_task() == NO_GRAPH_TASK:
+            # where no rank but this one has stored anything, the next exchange of the others tells
+            with isolated():
+                compare_notes(self.collectives)
         if self.collectives.alone:
             return
-        if unit.lent:
+        if unit.has_own_values:
             if hooks_refused() is None:
                 self.saved_tensors.enter(unit)  # a backward may come when the values are gone
             return
@@ -375,7 +375,7 @@ class Zero3Engine(Access):
             # What a transform of torch.func saves of weights must stay as it is, and where no
             # autocast runs weights have full precision: each read is a copy of what is unsharded
             # here.
-            unit.spread = unit.spread or unit.values()
+            unit.full_values = unit.full_values or unit.values()
             return
         if tracing_state() is not None:
             raise ResidencyError(
@@ -392,11 +392,11 @@ class Zero3Engine(Access):
                 self.units[following].unshard(ahead=True)
 
     def _leave_forward(self, unit: Unit, module: nn.Module, args: Any, outputs: Any) -> None:
-        if unit.lent:
+        if unit.has_own_values:
             self.saved_tensors.leave(unit)
             return
-        if unit.spread is not None or not unit.pins:
-            unit.spread = None
+        if unit.full_values is not None or not unit.pins:
+            unit.full_values = None
             return  # it never began
         if self.inspect is not None:
             self.inspect(unit, outputs)

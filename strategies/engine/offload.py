@@ -206,8 +206,8 @@ class HostChunk(Chunk):
 
     # ---------------------------------------------------------------------------------- who waits
 
-    def settle(self) -> None:
-        """See :meth:`Chunk.settle`; an error of the worker stays one."""
+    def wait_for_host(self) -> None:
+        """See :meth:`Chunk.wait_for_host`; an error of the worker stays one."""
         if (ticket := self._ticket) is not None:
             ticket.result()
             self._ticket = None
@@ -220,13 +220,13 @@ class HostChunk(Chunk):
 
     def begin_write(self) -> None:
         """See :meth:`Chunk.begin_write`."""
-        self.settle()
+        self.wait_for_host()
         self._require_quiet()
         self._is_rounded = self._is_sent = False
 
     def read(self) -> Tensor:
         """See :meth:`Chunk.read`."""
-        self.settle()
+        self.wait_for_host()
         return self._values
 
     @property
@@ -242,7 +242,7 @@ class HostChunk(Chunk):
 
     def room_for_gradients(self) -> Tensor:
         """See :meth:`Chunk.room_for_gradients`."""
-        self.settle()
+        self.wait_for_host()
         self.streams[1].wait(self.stored)  # hazard: sums that still arrive, or are being read
         return self._gradients
 
@@ -256,7 +256,7 @@ class HostChunk(Chunk):
 
     def begin_load(self) -> None:
         """What :meth:`load` and the unshard read is there; on the host."""
-        self.settle()  # hazard: sending values of before the step
+        self.wait_for_host()  # hazard: sending values of before the step
         if not self._is_rounded:
             self._require_quiet()
             self._round()

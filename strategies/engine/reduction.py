@@ -46,10 +46,10 @@ def reduce_layout(trained: Sequence[Unit], once: bool, on_device: bool) -> Arena
     The last region is the scratch where gradients that live in host memory are added up, of one
     chunk at a time. On a device a unit's reduction overlaps the next unit's backward.
     """
-    sizes, apart = [_nbytes(u) for u in trained], [once or u.nested for u in trained]
+    sizes, separate = [_nbytes(u) for u in trained], [once or u.nested for u in trained]
     hosted = [c for u in trained for c in u.chunks if c.trained and isinstance(c, HostChunk)]
     scratch = max((c.layout.shard_numel * c.master_dtype.itemsize for c in hosted), default=0)
-    return ArenaLayout.build([*sizes, scratch], [*apart, True], ends=2 if on_device else 1)
+    return ArenaLayout.build([*sizes, scratch], [*separate, True], ends=2 if on_device else 1)
 
 
 class _Range:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..collectives import LocalCollectives, Work, widen
 from ..support import profile_range
 from .chunk import Chunk, Entry
-from .isolation import apart
+from .isolation import isolated
 from .layout import ArenaLayout
 from .partition import UnitModules
 from .sharded import ResidencyError, ShardedParameter, absent_like, class_in_use, set_data
@@ -95,26 +95,26 @@ class Buffer:
         _STORAGES.add(self.storage)
         weakref.finalize(self, _STORAGES.discard, self.storage)
         self.start = self.memory.data_ptr()
-        self.slots: list[Tensor] = []  # of each chunk: [numel], in the dtype of computation
+        self.parts: list[Tensor] = []  # of each chunk: [numel], in the dtype of computation
         self.sent: list[Tensor] = []  # of each chunk: what travels, as bytes
         self.fills: list[tuple[Tensor, Tensor]] = []  # (part of the buffer, its shard)
         self.views: list[tuple[Entry, Tensor]] = []
         self._lay_out(unit, rank)
-        self.typed = {slot.dtype: self.memory.view(slot.dtype) for slot in self.slots}
+        self.typed = {part.dtype: self.memory.view(part.dtype) for part in self.parts}
         self.usual = _use_count(self.storage)
 
     def _lay_out(self, unit: Unit, rank: int) -> None:
         offset = 0
         for chunk in unit.chunks:
-            slot = self.memory[offset : offset + chunk.nbytes].view(chunk.dtype)
-            sent = slot.view(chunk.wire_dtype)[-chunk.layout.numel :]
+            part = self.memory[offset : offset + chunk.nbytes].view(chunk.dtype)
+            sent = part.view(chunk.wire_dtype)[-chunk.layout.numel :]
             shard = chunk.shard_of(sent, rank)
-            self.slots.append(slot)
+            self.parts.append(part)
             self.sent.append(sent.view(torch.uint8))
             # `.data` counts its own versions: what autograd has saved is not changed by the same
             # values that are unsharded again
             self.fills.append((shard.data, chunk.source))
-            self.views += zip(chunk.entries, chunk.views(slot), strict=True)
+            self.views += zip(chunk.entries, chunk.views(part), strict=True)
             offset += chunk.nbytes
 
     def is_held(self) -> bool:
@@ -130,9 +130,9 @@ class Unit:
     buffer: Buffer  # that it is unsharded into now, or will be
     pins: int  # uses that have not ended
     # parameters hold values of their own (`gathered`): there is nothing to unshard for a forward
-    lent: bool
+    has_own_values: bool
     # name -> full value, while a transform of torch.func runs a forward; {}: written since
-    spread: dict[str, Tensor] | None = None
+    full_values: dict[str, Tensor] | None = None
 
     def __init__(self, index: int, modules: UnitModules, chunks: list[Chunk]) -> None:
         self.index, self.chunks = index, chunks
@@ -146,7 +146,7 @@ class Unit:
         self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the buffer
         # name exchanges to other ranks
         self.labels = tuple(index * len(Exchange) + exchange for exchange in Exchange)
-        self.phase, self.pins, self.lent = Phase.SHARDED, 0, False
+        self.phase, self.pins, self.has_own_values = Phase.SHARDED, 0, False
         self._unshard_range = profile_range("unshard", self.name)
         self._wait_range = profile_range("wait", self.name)
         self._pending: list[Work] = []
@@ -194,7 +194,7 @@ class Unit:
         if not ahead:
             # before anything that may wait for other ranks
             self._collectives.exchange_log.progress[0] = self.index
-        if self.phase is not Phase.SHARDED or self.lent:
+        if self.phase is not Phase.SHARDED or self.has_own_values:
             return
         arena = self.arena
         if not self.rivals.isdisjoint(arena.in_use):
@@ -227,12 +227,12 @@ class Unit:
         held is put back.
         """
         if self._beside is not None:
-            with apart():
+            with isolated():
                 before, self.buffer = self.home.memory.clone(), self.home
         if self.arena.announce:
             self.arena.announce(self, Exchange.UNSHARD)
         # No torch.func transform is to see it.
-        with apart() if _modes() or _inference() else torch._C._DisableFuncTorch():
+        with isolated() if _modes() or _inference() else torch._C._DisableFuncTorch():
             for chunk in self.hosted:
                 chunk.begin_load()
             if self._stream.on_device:
@@ -245,7 +245,7 @@ class Unit:
         if self._beside is not None:
             self.wait()
             self.buffer = self._beside
-            with apart():
+            with isolated():
                 self.buffer.memory.copy_(self.home.memory)
                 self.home.memory.copy_(before)
 
@@ -258,7 +258,7 @@ class Unit:
 
     def _spare(self) -> Buffer:
         """Memory for this once: its own is another unit's, or holds what somebody still has."""
-        with apart():
+        with isolated():
             memory = self.arena.memory.new_empty(self.nbytes)
             return Buffer(self, memory, self._collectives.rank)
 
@@ -276,9 +276,9 @@ class Unit:
         pending, self._pending = self._pending, []
         for work in pending:
             work.wait()
-        for chunk, slot in zip(self.chunks, self.buffer.slots, strict=True):
+        for chunk, part in zip(self.chunks, self.buffer.parts, strict=True):
             if chunk in self._narrow:
-                widen(slot, chunk.wire_dtype, self._stream.room)
+                widen(part, chunk.wire_dtype, self._stream.room)
 
     def wait(self) -> None:
         """Wait until the buffer is filled."""
@@ -287,7 +287,7 @@ class Unit:
                 # hazard: computing with weights that are still arriving
                 self._stream.join(self._filled)
             # As in `_fill`: on the CPU it is now that shards are copied.
-            with apart() if _modes() or _inference() else torch._C._DisableFuncTorch():
+            with isolated() if _modes() or _inference() else torch._C._DisableFuncTorch():
                 if self._narrow and self._pending:
                     self._widen()
                 for pending in self._pending:
@@ -298,7 +298,7 @@ class Unit:
     def use(self) -> None:
         """The parameters are ordinary and full from here to the matching :meth:`unuse`."""
         self._collectives.exchange_log.progress[0] = self.index
-        if self.lent:
+        if self.has_own_values:
             self.require_free()
         if self.phase is Phase.SHARDED:
             self.unshard()
@@ -345,7 +345,7 @@ class Unit:
         """Parameters that were changed in place during this use: the shards get the values, which
         the ranks compare later.
         """
-        for chunk, slot in zip(self.chunks, self.buffer.slots, strict=True):
+        for chunk, part in zip(self.chunks, self.buffer.parts, strict=True):
             for entry, offset in zip(chunk.entries, chunk.layout.offsets, strict=True):
                 if entry.parameter._version == entry.seen:
                     continue
@@ -356,15 +356,15 @@ class Unit:
                         f" {chunk.wire_dtype}. That would round its {chunk.master_dtype} value."
                         " Change it outside of its layer's forward, under `torch.no_grad()`."
                     )
-                values = slot[offset : offset + entry.size.numel()]
+                values = part[offset : offset + entry.size.numel()]
                 self._collectives.exchange_log.record_write(entry.name, "written", values)
-                mine = entry.part_of(chunk.shard_of(slot, self._collectives.rank))
+                mine = entry.part_of(chunk.shard_of(part, self._collectives.rank))
                 with torch.no_grad():
                     entry.part_of(chunk.values).copy_(mine)
 
     def require_free(self) -> None:
         """Raise if the parameters are in use, or hold values of their own."""
-        if self.pins or self.lent:
+        if self.pins or self.has_own_values:
             raise ResidencyError(
                 f"The parameters of unit {self.name} have values of their own inside of `gathered`,"
                 " or are in a forward that uses them: they cannot be gathered once more, stepped by"
@@ -410,7 +410,7 @@ class Unit:
         """
         result: dict[str, Tensor] = {}
         for chunk in self.chunks:
-            with apart():
+            with isolated():
                 source = shard_of(chunk)
                 buffer = torch.empty(
                     chunk.layout.numel,
@@ -441,7 +441,7 @@ class Unit:
         """
         if not entry.size.numel():
             return part.new_empty(entry.size)
-        with apart():
+        with isolated():
             full = torch.zeros(entry.size.numel(), dtype=part.dtype, device=entry.chunk.device)
             if entry.span is not None:
                 full[entry.span.start : entry.span.stop] = part

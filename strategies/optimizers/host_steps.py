@@ -67,7 +67,7 @@ class HostShards(StandIns):
 
     def finish(self) -> None:
         """See :meth:`StandIns.finish`."""
-        self.engine.settle()
+        self.engine.wait_for_host()
 
     def _change(
         self,

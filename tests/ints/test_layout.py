@@ -120,8 +120,8 @@ def arenas():
 
 @pytest.mark.parametrize("ends", [1, 2])
 def test_arena(ends):
-    for sizes, apart in arenas():
-        layout = ArenaLayout.build(sizes, apart, ends)
+    for sizes, separate in arenas():
+        layout = ArenaLayout.build(sizes, separate, ends)
         for region, size in zip(layout.regions, sizes, strict=True):
             assert (
                 region.start % REGION_BYTES == 0
@@ -132,10 +132,10 @@ def test_arena(ends):
             for j, b in enumerate(layout.regions):
                 common = max(a.start, b.start) < min(a.stop, b.stop)
                 assert overlap(a, b) == common
-                assert i == j or not (common and apart[i])
-        shared = [i for i, own in enumerate(apart) if not own]
+                assert i == j or not (common and separate[i])
+        shared = [i for i, own in enumerate(separate) if not own]
         rounded = [round_up(s, REGION_BYTES) for s in sizes]
-        own = sum(rounded[i] for i, alone in enumerate(apart) if alone)
+        own = sum(rounded[i] for i, alone in enumerate(separate) if alone)
         if ends == 2:
             for i, j in zip(shared, shared[1:], strict=False):
                 assert not overlap(layout.regions[i], layout.regions[j]), (

@@ -260,10 +260,10 @@ def test_bit_for_bit(world_size, options):
 # Each wait, by the words of its line: where it is missing, numbers are others, or an error comes.
 WAITS = [
     (offload, "ticket.result()"),
-    (offload, "self.settle()  # hazard: sending values"),
+    (offload, "self.wait_for_host()  # hazard: sending values"),
     (offload, "self.streams[1].wait(self.stored)  # hazard: sums that still arrive"),
     (offload, "self.streams[1].wait(self.stored)  # hazard: stepping with sums"),
-    (host_steps, "self.engine.settle()"),
+    (host_steps, "self.engine.wait_for_host()"),
     (unit, "self._stream.join(self._filled)"),
     (reduction, "self._stream.join(self._mark)"),
 ]
@@ -345,7 +345,7 @@ def test_memory_that_is_still_read_is_not_written_to(act):
     else:
         at_the_step = []
         chunk.step_with(lambda gradients: at_the_step.append(list(chunk.streams[0].waited)))
-        chunk.settle()
+        chunk.wait_for_host()
         assert at_the_step == [["copied"]]
     if act == "round":
         chunk.end_load("copied again")
