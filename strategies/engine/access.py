@@ -79,7 +79,7 @@ class Access:
             with isolated():
                 if entry.trained:
                     self.gradients.assign(entry, tensor)
-            entry.dropped = False
+            self.gradients.dropped.discard(entry.name)
             return
         tensor = tensor.detach().broadcast_to(entry.size)
         self.collectives.exchange_log.record_write(
@@ -137,8 +137,8 @@ class Access:
     def set_gradient(self, parameter: Any, grad: Tensor | None) -> None:
         """Store a whole gradient that all ranks have, or clear it; local."""
         entry = parameter.zero3_entry
-        entry.dropped = False
         if not entry.trained:
+            self.gradients.dropped.discard(entry.name)
             return  # no optimizer would read it
         if grad is None:
             self.passes.require_ended(entry.name)

@@ -61,8 +61,8 @@ class Backward:
         self._before = b""  # which gradients there were when it began
 
     def collector(self, unit: Unit, entry: Entry) -> Callable[[Tensor], None]:
-        """The hook that takes the gradient of ``entry``, of ``unit``, to the
-        reducer, and drops it.
+        """The hook that takes the gradient of ``entry``, of ``unit``, to the reducer, and drops it;
+        one of a parameter that no optimizer has is dropped alone.
 
         One function, because it runs for each parameter in each backward. Its reference is weak:
         torch keeps the hooks of a parameter where the garbage collector cannot look, so the model
@@ -75,7 +75,7 @@ class Backward:
             self._reducer.views,
         )
         claimed, written = self._reducer.claimed, self._reducer.written
-        used = self._gradients.used
+        used, trained, dropped = self._gradients.used, entry.trained, self._gradients.dropped
         get_self = weakref.ref(self)
 
         def collect(parameter: Tensor) -> None:
@@ -84,6 +84,9 @@ class Backward:
             with torch._C.DisableTorchFunctionSubclass():  # of a sharded parameter, too
                 grad = get_grad(parameter)
                 set_grad(parameter, None)
+            if not trained:
+                dropped.add(name)  # reading it is an error
+                return
             if not now.active:
                 now.begin()
             # a custom Function may return None

@@ -32,6 +32,9 @@ class Gradients:
         # cleared gradients keep their memory: somebody has its address, or a device's allocator
         # might cut it up
         self.lasting = any(unit.hosted or unit.chunks[0].device.type != "cpu" for unit in units)
+        # names of parameters that no optimizer has, and that got a gradient, which would pile up,
+        # whole, on every rank
+        self.dropped: set[str] = set()
         self._incomplete: dict[Entry, str] = {}  # why its gradient must be cleared
         # of the unit asked for last, by name: usually its others are asked for next
         self._full: dict[str, Tensor] = {}
@@ -89,7 +92,7 @@ class Gradients:
     def present(self, entry: Entry) -> bool:
         """Whether ``parameter.grad`` is not None; the same on all ranks. Reading it may raise."""
         if not entry.trained:
-            return entry.dropped
+            return entry.name in self.dropped
         # what is over, or lost, is there to be cleared
         return bool(self.used[entry.number]) or self.over or entry in self._incomplete
 

@@ -142,6 +142,6 @@ def _move_gradients(old: Zero3Engine, new: Zero3Engine) -> None:
         for entry in present:
             new.set_gradient(entry.parameter, full[entry.name])
     for entry in new.gradients.trained:
-        if old.entries[id(entry.parameter)].dropped:
+        if entry.name in old.gradients.dropped:
             # which it had while no optimizer had it, and which was not kept
             new.gradients.note_incomplete(entry, "A parameter was added to an optimizer")

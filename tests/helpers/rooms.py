@@ -50,7 +50,7 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=27_704,
+        tokens=27_663,
     ),
     Room(
         "strategies/initial_values",
