@@ -23,7 +23,7 @@ class ReplayedStep:
     def __init__(self, engine: Zero3Engine) -> None:
         self._engine = engine
         engine.gradients.lasting = True
-        engine.arena.is_captured = True
+        engine.pool.is_captured = True
         self._filled: list[Unit] = []  # in buffers after the forward; the backward leaves none
         self._used: list[int] = []  # numbers of the parameters that get a gradient
         self._written: list[list[Tensor]] = [[], []]  # buffers that each part writes to
@@ -60,7 +60,7 @@ class ReplayedStep:
                 unit.reshard()
             elif unit.phase is Phase.SHARDED:
                 unit.phase = Phase.UNSHARDED
-                unit.arena.holders.append(unit)
+                unit.pool.holders.append(unit)
         self._engine.passes.replayed = bool(part)
         # so that what keeps the module's buffers equal on all ranks sees it
         increment_version(self._written[part])

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .engine import HostChunk, Offload, Unit, find_units
 from .engine.build import build_units, trained_parameters
 from .engine.reduction import reduce_layout
-from .engine.unit import arena_layout
+from .engine.unit import pool_layout
 from .liveness.heartbeats import first_line
 from .liveness.watchdog import user_line
 from .optimizers.classify import Stepping, find_stepping
@@ -273,7 +273,7 @@ def count_state(
     is_alone = _is_alone(options, world_size)
     trained = [unit for unit in units if unit.trained]
     once = options["reduce_once"] and not is_alone
-    found["unsharded units"] = arena_layout(units, is_alone).nbytes
+    found["unsharded units"] = pool_layout(units, is_alone).nbytes
     found["reduce buffer"] = reduce_layout(trained, once, on_gpu).nbytes
     for optimizer, stepping in optimizers.items():
         for group in optimizer.param_groups:

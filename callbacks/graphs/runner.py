@@ -46,7 +46,7 @@ class Step(Program):
             part.drop()
         self.fit.graphs.pools.clear()
         if self.engine is not None:
-            self.engine.arena.is_captured = False
+            self.engine.pool.is_captured = False
 
     def decide(self, inputs: Any) -> Record | None:
         """See :meth:`Program.decide`; collective.

@@ -10,9 +10,9 @@ shard
 stand-in
     what an optimizer steps on in the place of a parameter: its part of this rank's shard
 buffer
-    the full-size memory that a unit is unsharded into: its own place in the arena, or for once
+    the full-size memory that a unit is unsharded into: its own place in the pool, or for once
     another one. It has a storage of its own, for which torch counts how many tensors view it
-arena
+pool
     the memory of all units' own buffers, where units that are not used one after the other overlap
 unshard, reshard
     fill the buffer from all ranks' shards; give it up to another unit

@@ -166,7 +166,7 @@ class Access:
             return
         units = list(dict.fromkeys(entry.unit for entry in wanted))
         # else ranks that have nothing to run take part
-        if units and not units[0].arena.announce:
+        if units and not units[0].pool.announce:
             self.collectives.meet(Meeting.GATHERED)
             compare_notes(self.collectives)  # what is read is put together of all ranks' parts
         for unit in units:

@@ -21,7 +21,7 @@ from .chunk import Entry
 from .gradients import Gradients
 from .reduction import Reducer
 from .sharded import NO_GRAPH_TASK, ResidencyError, get_grad, graph_task, set_grad
-from .unit import Arena, Unit
+from .unit import BufferPool, Unit
 
 
 class _Pass:
@@ -38,11 +38,11 @@ class Backward:
         reducer: Reducer,
         collectives: LocalCollectives,
         buffers: Buffers,
-        arena: Arena,
+        pool: BufferPool,
         failed: Callable[[], None],
     ) -> None:
         self._units, self._gradients, self._reducer = units, gradients, reducer
-        self._collectives, self._buffers, self._arena = collectives, buffers, arena
+        self._collectives, self._buffers, self._pool = collectives, buffers, pool
         self._failed = failed
         # Indices of units in the order that all ranks expect, the reverse of their forward. All
         # must issue exchanges in one order, but a rank may skip a unit that others visit (its loss
@@ -90,7 +90,7 @@ class Backward:
             if not now.active:
                 now.begin()
             # a custom Function may return None
-            if grad is None or now._arena.announce:
+            if grad is None or now._pool.announce:
                 return
             if used[number] and len(parameter._post_accumulate_grad_hooks) > 1:
                 raise _seen_alone(name)
@@ -111,7 +111,7 @@ class Backward:
     def expected(self) -> Iterator[None]:
         """Around what differentiates losses; collective at exit, on ranks that had none, too."""
         self._ended = False
-        self._arena.store_written()
+        self._pool.store_written()
         yield
         if self.active or not self._ended:
             self.end()
@@ -121,8 +121,8 @@ class Backward:
         self.drop_failed()
         if self.active:
             return
-        self._arena.store_written()
-        if not self._arena.announce:
+        self._pool.store_written()
+        if not self._pool.announce:
             self._gradients.begin_backward()  # or raises, and no pass has begun
         self.active, self._run, self._before = True, None, bytes(self._gradients.used)
         self.replayed = False
@@ -173,14 +173,14 @@ class Backward:
         unit.unuse()
         # Nested units get more gradients while the units inside them run; one reduction at the end
         # is enough.
-        if unit.trained and not (unit.nested or unit.index in self.coming or self._arena.announce):
+        if unit.trained and not (unit.nested or unit.index in self.coming or self._pool.announce):
             self._reducer.reduce(unit)
 
     def end(self) -> None:
         """Autograd has finished; collective."""
         self.begin(silent=True)
         self.complete()
-        if self._arena.announce:
+        if self._pool.announce:
             self.active, self._run = False, None
         else:
             self._conclude()
@@ -195,7 +195,7 @@ class Backward:
             self._visit(self._units[self.coming.popleft()])
         self._leave()
         # a step that not all ranks run drops gradients
-        is_over = self._arena.announce or self.replayed
+        is_over = self._pool.announce or self.replayed
         for unit in () if is_over else reversed(self._units):
             if unit.nested or (self._collectives.alone and self._reducer.claimed[unit.index]):
                 self._reducer.reduce(unit)
@@ -249,7 +249,7 @@ class Backward:
         between passes: reduce what is held; collective if there is anything.
         """
         self.require_ended(name)
-        if self._arena.announce and (name or self._reducer.held):
+        if self._pool.announce and (name or self._reducer.held):
             raise _out_of_reach(
                 name,
                 "a step of an evaluation that not all ranks run, where gradients of parameters are"

@@ -48,7 +48,7 @@ from .sharded import (
 )
 from .stepping import OptimizerStep
 from .streams import Stream
-from .unit import Arena, Unit, arena_layout
+from .unit import BufferPool, Unit, pool_layout
 
 
 class Zero3Engine(Access):
@@ -128,13 +128,13 @@ class Zero3Engine(Access):
         for chunk in hosted:
             chunk.streams = gather, reduce
             chunk.entries[0].unit.hosted.append(chunk)
-        layout = arena_layout(self.units, collectives.alone)
+        layout = pool_layout(self.units, collectives.alone)
         # Allocated here and never again: the first forward may run under inference_mode, and CUDA
         # graphs need addresses.
-        self.arena = Arena(collectives.allocate(layout.nbytes, device))
+        self.pool = BufferPool(collectives.allocate(layout.nbytes, device))
         places = dict(zip(self.units, layout.regions, strict=True))
         for unit, region in places.items():
-            unit.connect(collectives, gather, self.arena, region.start)
+            unit.connect(collectives, gather, self.pool, region.start)
             unit.rivals = {u for u, its in places.items() if u is not unit and overlap(its, region)}
         self.reducer = Reducer(
             self.units,
@@ -145,7 +145,7 @@ class Zero3Engine(Access):
             None if collectives.alone else reduce_dtype,
         )
         collectives.exchange_log.describe = partial(describe_exchange, self.units)
-        self.saved_tensors = SavedTensors(self.arena)
+        self.saved_tensors = SavedTensors(self.pool)
         self.gradients = Gradients(self.units, self.reducer.written, collectives.exchange_log)
         self.passes = Backward(
             self.units,
@@ -153,7 +153,7 @@ class Zero3Engine(Access):
             self.reducer,
             collectives,
             self.buffers,
-            self.arena,
+            self.pool,
             self.abandon,
         )
         self.own_parameters()
@@ -219,7 +219,7 @@ class Zero3Engine(Access):
         self.open_step()
         if not torch.is_grad_enabled():
             self.collectives.exchange_log.suspend_trace()  # no backward will come to compare it
-        elif not self.arena.announce:
+        elif not self.pool.announce:
             self.collectives.exchange_log.resume_trace()
         try:
             self.passes.in_step = True
@@ -244,7 +244,7 @@ class Zero3Engine(Access):
         for step in self.steps.values():
             step.abandon()
         self.structure.check()
-        self.arena.store_written()
+        self.pool.store_written()
         self._forward.begin()
         self.passes.coming.clear()
 
@@ -286,7 +286,7 @@ class Zero3Engine(Access):
         with ExitStack() as stack:  # from below, also if a change in place cannot be stored
             stack.callback(self.collectives.exchange_log.suspend_trace)
             stack.callback(self.passes.abandon)
-            for unit in self.arena.in_use:
+            for unit in self.pool.in_use:
                 stack.callback(unit.abandon)
 
     # ----------------------------------------------------------------------------------- optimizers
@@ -304,7 +304,7 @@ class Zero3Engine(Access):
             if unit.has_own_values:
                 unit.require_free()
         self.require_unwritten()
-        self.arena.store_written()
+        self.pool.store_written()
 
     def wait_for_host(self) -> None:
         """Wait until the host has done what it has to do, and raise what failed there."""
@@ -333,7 +333,7 @@ class Zero3Engine(Access):
         units = dict.fromkeys([entry.unit for entry in entries])
         for unit in units:
             unit.full_values = unit.full_values and {}
-            if unit in self.arena.holders:
+            if unit in self.pool.holders:
                 unit.refresh()
         # autograd compares, where it has saved a weight
         increment_version([entry.parameter for entry in entries])
@@ -342,10 +342,10 @@ class Zero3Engine(Access):
                 entry.seen = entry.parameter._version
 
     def _warn_of_kept_views(self, changed: list[Entry]) -> None:
-        if self.arena.is_captured:  # graphs hold views themselves
+        if self.pool.is_captured:  # graphs hold views themselves
             return
         units = {entry.unit for entry in changed}
-        for unit in self.arena.kept:
+        for unit in self.pool.kept:
             is_ours = unit in units and not unit.pins
             if is_ours and unit.buffer.is_held() and not self._has_warned:
                 self._has_warned = True
@@ -386,7 +386,7 @@ class Zero3Engine(Access):
         unit.use()
         self.saved_tensors.enter(unit)
         # in a step that not all ranks run, only some would learn
-        if graph_task() == NO_GRAPH_TASK and not self.arena.announce:
+        if graph_task() == NO_GRAPH_TASK and not self.pool.announce:
             following = self._forward.enter(unit.index)
             if following is not None:
                 self.units[following].unshard(ahead=True)

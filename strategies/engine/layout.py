@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGN_BYTES = 16  # vectorised kernels fall back to slow paths on less
-# regions of the arena start like fresh allocations of the CUDA caching allocator
+# regions of the pool start like fresh allocations of the CUDA caching allocator
 REGION_BYTES = 256
 
 
@@ -82,7 +82,7 @@ class ChunkLayout:
 
 
 @dataclass(frozen=True)
-class ArenaLayout:
+class RegionLayout:
     """Fixed byte ranges for units in one buffer, such that neighbours do not overlap.
 
     Even units are placed at the low end of a shared area and odd ones at the high end::
@@ -99,7 +99,7 @@ class ArenaLayout:
     nbytes: int  # of the buffer
 
     @classmethod
-    def build(cls, sizes: Sequence[int], separate: Sequence[bool], ends: int = 2) -> ArenaLayout:
+    def build(cls, sizes: Sequence[int], separate: Sequence[bool], ends: int = 2) -> RegionLayout:
         """Place units; ``ends=1`` makes all shared units overlap (one buffer instead of two)."""
         sizes = [round_up(s, REGION_BYTES) for s in sizes]
         shared = [size for size, own in zip(sizes, separate, strict=True) if not own]

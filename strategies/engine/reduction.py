@@ -22,7 +22,7 @@ from torch import Tensor
 from ..collectives import LocalCollectives, Work, narrow
 from ..support import profile_range
 from .chunk import Chunk
-from .layout import ArenaLayout, overlap
+from .layout import RegionLayout, overlap
 from .offload import HostChunk
 from .streams import Stream
 from .unit import Exchange, Unit
@@ -40,7 +40,7 @@ def _nbytes(unit: Unit) -> int:
     )
 
 
-def reduce_layout(trained: Sequence[Unit], once: bool, on_device: bool) -> ArenaLayout:
+def reduce_layout(trained: Sequence[Unit], once: bool, on_device: bool) -> RegionLayout:
     """Where the gradients of the ``trained`` units lie in the reduce buffer.
 
     The last region is the scratch where gradients that live in host memory are added up, of one
@@ -49,7 +49,7 @@ def reduce_layout(trained: Sequence[Unit], once: bool, on_device: bool) -> Arena
     sizes, separate = [_nbytes(u) for u in trained], [once or u.nested for u in trained]
     hosted = [c for u in trained for c in u.chunks if c.trained and isinstance(c, HostChunk)]
     scratch = max((c.layout.shard_numel * c.master_dtype.itemsize for c in hosted), default=0)
-    return ArenaLayout.build([*sizes, scratch], [*separate, True], ends=2 if on_device else 1)
+    return RegionLayout.build([*sizes, scratch], [*separate, True], ends=2 if on_device else 1)
 
 
 class _Range:

@@ -16,7 +16,7 @@ from ..collectives import LocalCollectives, Work, widen
 from ..support import profile_range
 from .chunk import Chunk, Entry
 from .isolation import isolated
-from .layout import ArenaLayout
+from .layout import RegionLayout
 from .partition import UnitModules
 from .sharded import ResidencyError, ShardedParameter, absent_like, class_in_use, set_data
 from .streams import Stream
@@ -57,7 +57,7 @@ class Exchange(enum.IntEnum):
 
 
 @dataclass(eq=False)
-class Arena:
+class BufferPool:
     """The memory of all units' own buffers, and who has it."""
 
     memory: Tensor  # [bytes]
@@ -154,21 +154,21 @@ class Unit:
         self._beside: Buffer | None = None  # another one, because its own is held on this rank
 
     def connect(
-        self, collectives: LocalCollectives, stream: Stream, arena: Arena, start: int
+        self, collectives: LocalCollectives, stream: Stream, pool: BufferPool, start: int
     ) -> None:
-        """Take the buffer at ``start`` [bytes of the arena], and leave the parameters without
+        """Take the buffer at ``start`` [bytes of the pool], and leave the parameters without
         memory.
         """
-        self._collectives, self._stream, self.arena = collectives, stream, arena
-        memory = arena.memory[start : start + self.nbytes]
+        self._collectives, self._stream, self.pool = collectives, stream, pool
+        memory = pool.memory[start : start + self.nbytes]
         self.home = self.buffer = Buffer(self, memory, collectives.rank)
         # (device type, dtype) that some of its weights are rounded to, as autocast would
-        device = arena.memory.device.type
+        device = pool.memory.device.type
         lower = {c.dtype for c in self.chunks if c.dtype != c.master_dtype}
         self.rounded = (device, lower.pop()) if lower else None
         self._narrow = [chunk for chunk in self.chunks if chunk.wire_dtype != chunk.dtype]
         for entry in self.entries:
-            entry.absent = absent_like(entry.meta, entry.chunk.dtype, arena.memory.device)
+            entry.absent = absent_like(entry.meta, entry.chunk.dtype, pool.memory.device)
             entry.parameter.data = entry.absent
             entry.seen = entry.parameter._version
         # where parameters begin [bytes of the buffer], in this order, but those without elements
@@ -196,26 +196,26 @@ class Unit:
             self._collectives.exchange_log.progress[0] = self.index
         if self.phase is not Phase.SHARDED or self.has_own_values:
             return
-        arena = self.arena
-        if not self.rivals.isdisjoint(arena.in_use):
+        pool = self.pool
+        if not self.rivals.isdisjoint(pool.in_use):
             if ahead:
                 return
             self.buffer = self._spare()  # on all ranks
-        for other in tuple(arena.holders):
+        for other in tuple(pool.holders):
             if other in self.rivals:
                 other.reshard()
         # on this rank, perhaps
         is_kept = (
-            bool(arena.kept)
+            bool(pool.kept)
             and self.buffer is self.home
-            and not arena.is_captured
+            and not pool.is_captured
             and self._is_kept_from()
         )
         self._beside = self._spare() if is_kept else None
-        arena.holders.append(self)
+        pool.holders.append(self)
         with self._unshard_range:
             self._fill()
-        if arena.announce:
+        if pool.announce:
             # ranks that assist do so at once, and may wait until all have what they gave
             self.wait()
 
@@ -229,8 +229,8 @@ class Unit:
         if self._beside is not None:
             with isolated():
                 before, self.buffer = self.home.memory.clone(), self.home
-        if self.arena.announce:
-            self.arena.announce(self, Exchange.UNSHARD)
+        if self.pool.announce:
+            self.pool.announce(self, Exchange.UNSHARD)
         # No torch.func transform is to see it.
         with isolated() if _modes() or _inference() else torch._C._DisableFuncTorch():
             for chunk in self.hosted:
@@ -251,7 +251,7 @@ class Unit:
 
     def _is_kept_from(self) -> bool:
         """Whether somebody holds what another unit has left in the memory."""
-        kept = self.arena.kept
+        kept = self.pool.kept
         for unit in [each for each in kept if not (each.home.is_held() or each.pins)]:
             del kept[unit]
         return not self.rivals.isdisjoint(kept)
@@ -259,7 +259,7 @@ class Unit:
     def _spare(self) -> Buffer:
         """Memory for this once: its own is another unit's, or holds what somebody still has."""
         with isolated():
-            memory = self.arena.memory.new_empty(self.nbytes)
+            memory = self.pool.memory.new_empty(self.nbytes)
             return Buffer(self, memory, self._collectives.rank)
 
     def _send(self) -> None:
@@ -313,7 +313,7 @@ class Unit:
                     self.shard_parameters()  # also those before it
                     raise _written_while_sharded(entry)
                 set_data(parameter, view)
-            self.arena.in_use.append(self)
+            self.pool.in_use.append(self)
         self.pins += 1
 
     def unuse(self) -> None:
@@ -321,7 +321,7 @@ class Unit:
         self.pins -= 1
         if self.pins > 0:
             return
-        self.arena.in_use.remove(self)
+        self.pool.in_use.remove(self)
         written = False
         for entry in self.entries:
             parameter = entry.parameter
@@ -333,7 +333,7 @@ class Unit:
             set_data(parameter, entry.absent)
             parameter.__class__ = ShardedParameter
         if self.buffer.is_held():
-            self.arena.kept[self] = None
+            self.pool.kept[self] = None
         if written:
             try:
                 self.store_written()
@@ -378,7 +378,7 @@ class Unit:
             self.wait()  # hazard: the memory's next owner while ranks still send into it
         if self.phase is Phase.UNSHARDED and not self.pins:
             self.phase = Phase.SHARDED
-            self.arena.holders.remove(self)
+            self.pool.holders.remove(self)
             self.buffer, self._beside = self.home, None
 
     def refresh(self) -> None:
@@ -425,8 +425,8 @@ class Unit:
 
     def values(self) -> dict[str, Tensor]:
         """Name -> full master value, in memory of its own; collective."""
-        if self.arena.announce:
-            self.arena.announce(self, Exchange.VALUES)
+        if self.pool.announce:
+            self.pool.announce(self, Exchange.VALUES)
         return self.full(Chunk.read)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -456,10 +456,10 @@ class WholeUnit(Unit):
     """
 
     def connect(
-        self, collectives: LocalCollectives, stream: Stream, arena: Arena, start: int
+        self, collectives: LocalCollectives, stream: Stream, pool: BufferPool, start: int
     ) -> None:
         """See :meth:`Unit.connect`."""
-        self._collectives, self.arena = collectives, arena
+        self._collectives, self.pool = collectives, pool
         for entry in self.entries:
             entry.aliases = deque(maxlen=0)  # nobody needs to know what is written to `.data`
             place = entry.chunk.layout.offsets[entry.chunk.entries.index(entry)]
@@ -468,10 +468,10 @@ class WholeUnit(Unit):
         self.phase, self.pins = Phase.UNSHARDED, 1  # in use for ever
 
 
-def arena_layout(units: Sequence[Unit], alone: bool) -> ArenaLayout:
-    """Where the units' own buffers lie in the arena; on one rank there are none."""
+def pool_layout(units: Sequence[Unit], alone: bool) -> RegionLayout:
+    """Where the units' own buffers lie in the pool; on one rank there are none."""
     sizes = [0 if alone else unit.nbytes for unit in units]
-    return ArenaLayout.build(sizes, [unit.nested for unit in units])
+    return RegionLayout.build(sizes, [unit.nested for unit in units])
 
 
 def _written_while_sharded(entry: Entry) -> ResidencyError:

@@ -22,13 +22,13 @@ def uneven_step(engine: Zero3Engine, step: AbstractContextManager[None]) -> Iter
         _tell(engine.collectives, 1 + unit.labels[exchange])
 
     _release_all(engine)
-    engine.arena.announce = announce
+    engine.pool.announce = announce
     try:
         with step:
             yield
         _tell(engine.collectives, 0)
     finally:
-        engine.arena.announce = None
+        engine.pool.announce = None
         _release_all(engine)
 
 

@@ -86,7 +86,7 @@ def count(rank, world_size):
                 "to host": transfers.to_host,
                 "host": engine.host.nbytes
                 + sum(s[k].nbytes for s in state for k in s if "exp" in k),
-                "device": engine.arena.memory.nbytes
+                "device": engine.pool.memory.nbytes
                 + engine.reducer.buffer.nbytes
                 + sum(
                     t.nbytes

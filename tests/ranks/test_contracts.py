@@ -76,7 +76,7 @@ def in_bf16(rank, world_size, micro_batches):
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_exchanges_of_a_step(world_size, micro_batches):
-    # Two units stay in the arena at each turn: the last two from forward to backward, and the first
+    # Two units stay in the pool at each turn: the last two from forward to backward, and the first
     # two from a backward to the forward of the next micro-batch. Each of these saves two gathers of
     # the 2 * BLOCKS of a micro-batch.
     gathers = micro_batches * 2 * BLOCKS - 2 * micro_batches - 2 * (micro_batches - 1)

@@ -129,10 +129,10 @@ def count(rank, world_size, options):
         name: storages.pop(tensor.untyped_storage().data_ptr(), 0)
         for name, tensor in scratch.items()
     }
-    arena = engine.arena.memory.untyped_storage()  # storages of slots are parts of it
+    pool = engine.pool.memory.untyped_storage()  # storages of slots are parts of it
     sizes["slots"], whole = (
-        arena.nbytes(),
-        range(arena.data_ptr(), arena.data_ptr() + arena.nbytes()),
+        pool.nbytes(),
+        range(pool.data_ptr(), pool.data_ptr() + pool.nbytes()),
     )
     storages = {address: nbytes for address, nbytes in storages.items() if address not in whole}
     storages.pop(training.tokens.untyped_storage().data_ptr())
