@@ -218,7 +218,7 @@ def strategy_of(name):
             stage=3, allgather_bucket_size=5_000_000, reduce_bucket_size=5_000_000
         )
     if name == "zero3_sockets":
-        from lightning_zero3.strategies.collectives import SharedMemoryCollectives
+        from lightning_zero3.strategies.communicators import SharedMemoryCollectives
 
         # as if each rank were on a machine of its own
         SharedMemoryCollectives.open = staticmethod(lambda group: None)

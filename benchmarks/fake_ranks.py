@@ -44,7 +44,7 @@ def step_of(kind, job):
             model(tokens).backward()
 
     else:
-        from lightning_zero3.strategies.collectives import make_collectives
+        from lightning_zero3.strategies.communicators import make_collectives
         from lightning_zero3.strategies.engine import Zero3Engine
 
         engine = Zero3Engine(

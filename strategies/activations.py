@@ -30,11 +30,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .engine import Zero3Engine, is_in_buffer
 from .engine.hooks import ModuleHook
-from .engine.isolation import apart
+from .engine.isolation import isolated
 from .engine.layout import REGION_BYTES, round_up
-from .engine.offload import HostMemory, parse_size
+from .engine.offload import HostMemory
 from .engine.sharded import NO_GRAPH_TASK, graph_task
 from .engine.streams import Stream
+from .support import parse_size
 
 ActivationsKind = Literal["host"]
 SMALLEST = 1 << 16  # bytes of a storage that is worth a copy
@@ -117,13 +118,6 @@ class Activations:
         self._mark: Any = None  # the end of the last copies
         self._saved = self._moved = self._most = 0  # bytes in this step; the most saved in any
 
-    def describe(self) -> str:
-        """One line that says what lies where."""
-        if self._device.type == "cpu":
-            return "Activations: the device is the host, and no memory is saved."
-        kept = f" but for {self._budget / 2**30:.2f} GiB" if self._budget else ""
-        return f"Activations: what layers save for backward goes to host memory{kept}."
-
     @contextmanager
     def step(self) -> Iterator[None]:
         """What is saved inside may move."""
@@ -188,7 +182,7 @@ class Activations:
         if self._moved >= self._most - self._budget and kept <= self._budget:
             return
         pairs = []
-        with apart():
+        with isolated():
             for stored in group.members:
                 source = torch.empty(0, dtype=torch.uint8, device=self._device)
                 source.set_(stored.here.untyped_storage())
@@ -215,7 +209,7 @@ class Activations:
         if group.is_away:
             self._land()
             group.is_away, pairs = False, []
-            with apart():
+            with isolated():
                 for stored in group.members:
                     stored.here = torch.empty_like(stored.host, device=self._device)
                     pairs.append((stored.here, stored.host))

@@ -27,7 +27,7 @@ def by_category(engine: Zero3Engine, module: nn.Module) -> dict[str, int]:
     return {
         "parameters": on_device(values),
         "gradients": on_device(gradients),
-        "unsharded_units": engine.arena.memory.nbytes,
+        "unsharded_units": engine.pool.memory.nbytes,
         "reduce_buffer": engine.reducer.buffer.nbytes,
         "optimizer_state": on_device(kept),
         "host": sum(tensor.nbytes for tensor in everything) - on_device(everything),

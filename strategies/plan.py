@@ -29,15 +29,15 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .engine import HostChunk, Unit, find_units, parse_offload
+from .engine import HostChunk, Offload, Unit, find_units
 from .engine.build import build_units, trained_parameters
-from .engine.offload import parse_size
 from .engine.reduction import reduce_layout
-from .engine.unit import arena_layout
+from .engine.unit import pool_layout
 from .liveness.heartbeats import first_line
 from .liveness.watchdog import user_line
 from .optimizers.classify import Stepping, find_stepping
 from .optimizers.trial import train_copy
+from .support import parse_size
 
 DESCRIPTION = "tell what memory each rank of a training needs, from its script, without the ranks"
 PLAN = "LIGHTNING_ZERO3_PLAN"  # set for a script that is to be planned: options as JSON
@@ -118,7 +118,7 @@ def show_plan(
     on_gpu = bool(trainer.strategy.root_device.type != "cpu" or asked["device_memory"])
     module, plans, world_size = trainer.lightning_module, {}, min(shard_size or ranks, ranks)
     steppings = {each: find_stepping(each, torch.device("cpu")) for each in trainer.optimizers}
-    for kind in (options["offload"], parse_offload("optimizer"), parse_offload("parameters")):
+    for kind in (options["offload"], Offload("optimizer"), Offload("parameters")):
         its = {**options, "offload": kind}, world_size
         units = _lay_out(module, trainer.optimizers, *its)
         state = count_state(units, module, steppings, *its, on_gpu)
@@ -226,7 +226,7 @@ def _lay_out(
         find_units(module, options["unit_policy"]),
         trained_parameters(module, optimizers),
     )
-    return build_units(parts, trained, *dtypes, ranks, False, options["offload"])
+    return build_units(parts, trained, *dtypes, ranks, offload=options["offload"])
 
 
 def count_state(
@@ -273,7 +273,7 @@ def count_state(
     is_alone = _is_alone(options, world_size)
     trained = [unit for unit in units if unit.trained]
     once = options["reduce_once"] and not is_alone
-    found["unsharded units"] = arena_layout(units, is_alone).nbytes
+    found["unsharded units"] = pool_layout(units, is_alone).nbytes
     found["reduce buffer"] = reduce_layout(trained, once, on_gpu).nbytes
     for optimizer, stepping in optimizers.items():
         for group in optimizer.param_groups:

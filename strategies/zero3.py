@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -31,20 +31,23 @@ from .activations import Activations, ActivationsKind, parse_activations
 from .adapters.foreign import log_graphs, mark_sharded
 from .adapters.lightning_callbacks import adapt, move_averages, start_averages
 from .adapters.option_names import refuse_others
+from .checked_units import CheckedUnit
 from .checkpoints import CheckpointOptions, CheckpointStrategy
-from .collectives import LocalCollectives, make_collectives, make_hybrid_collectives
+from .collectives import LocalCollectives
+from .communicators import make_collectives, make_hybrid_collectives
 from .data import DataHooks, DataOptions
 from .engine import (
-    FUSED,
+    Offload,
     OffloadKind,
     OptimizerStep,
+    Unit,
     UnitPolicy,
     Zero3Engine,
     gathered,
-    parse_offload,
 )
 from .evaluation.strategy import EvaluationStrategy
 from .evaluation.torchmetrics import prepare_metrics
+from .initial_values import Initializer
 from .launch.process_strategy import StartMethod
 from .liveness.watchdog import WatchOptions
 from .memory_ledger import by_category, by_unit
@@ -58,9 +61,11 @@ from .numerics.precision import (
 )
 from .numerics.rerun import SecondRun
 from .optimizers.classify import Stepping
+from .optimizers.host_steps import FUSED
 from .optimizers.param_groups import ParamGroups
 from .plan import PLAN, count_state, show_plan, size_text
 from .state_dicts.optimizer_state import broadcast_created_state
+from .support import parse_size
 
 _START_METHODS: dict[str, StartMethod] = {
     "zero3": "popen",
@@ -82,6 +87,17 @@ def _as_options(name: str, value: Any, options: type[_T]) -> _T:
             f" {value!r}."
         )
     return value
+
+
+def _parse_offload(value: str | None) -> Offload | None:
+    """Return what the option says: a kind, or how much may stay on the device ("20GiB").
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if value is None or value in get_args(OffloadKind):
+        return None if value is None else Offload(value)  # type: ignore[arg-type]
+    return Offload("parameters", parse_size("offload", "'optimizer', 'parameters'", value))
 
 
 def _as_time(value: timedelta | float) -> timedelta:
@@ -207,7 +223,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self._reduce_once = reduce_once
         self._data = DataHooks(_as_options("data", data, DataOptions))
         self._checkpoints = _as_options("checkpoint", checkpoint, CheckpointOptions)
-        self._debug, self._offload = debug, parse_offload(offload)
+        self._debug, self._offload = debug, _parse_offload(offload)
         self._activations = parse_activations(activations)
         self._moved: Activations | None = None  # of the engine that is there
         self._stop_on_nonfinite = stop_on_nonfinite
@@ -327,13 +343,11 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
                 state = count_state(self.engine.units, module, *its)
                 nbytes = sum(state.values()) - state["host"] - state["optimizer's step"]
                 told += f", state {size_text(nbytes)} a rank"
+                if state["host"]:
+                    told += f" and {size_text(state['host'])} in host memory"
             self.tell_start(told)
         if self.engine.host is not None:
-            self._tell_offload()
-        elif self._offload is not None:
-            rank_zero_info("Offload: everything fits, and stays on the device.")
-        if self._moved is not None:
-            rank_zero_info(self._moved.describe())
+            self._tell_host_steps()
         if any(states):  # made of each rank's own initial values, perhaps
             states = broadcast_created_state(self.engine, states)
         self._groups.start(self.engine, states)
@@ -342,9 +356,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         prepare_metrics(module, self._callbacks, self.root_device)
         _update_properties(module, device=self.root_device)
 
-    def _tell_offload(self) -> None:
-        assert self.engine is not None and self.engine.host is not None
-        rank_zero_info(self.engine.host.describe(self.engine.chunks))
+    def _tell_host_steps(self) -> None:
         for optimizer in self.optimizers:
             name = type(optimizer).__name__
             if type(optimizer) not in FUSED:
@@ -358,15 +370,18 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
 
     def _build_engine(self) -> Zero3Engine:
         assert self._communicator is not None
-        options = self._engine_options()
+        module, options = self._trainer.lightning_module, self._engine_options()
         budget = options.pop("activations")
         if self._communicator.world_size == 1:  # sends nothing, also where offload copies shards
             options |= {"wire_dtype": lambda name, p: torch.float32, "reduce_dtype": None}
+        initial_values = Initializer(module, self.pending_keys())
+        initial_values.fill_buffers()
         engine = Zero3Engine(
-            self._trainer.lightning_module,
+            module,
             self.optimizers,
             device=self.root_device,
             collectives=self._communicator,
+            initialize=initial_values.fill,
             **options,
         )
         if budget is not None:
@@ -380,12 +395,11 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         wire = self._gather_dtype or torch.float32
         return {
             "unit_policy": self.unit_policy,
-            "debug": self._debug,
+            "unit_class": CheckedUnit if self._debug else Unit,
             "slot_dtype": lambda name, p: dtypes.get(name, p.dtype),
             "wire_dtype": lambda name, p: torch.float32 if name in kept else wire,
             "reduce_dtype": self._reduce_dtype,
             "reduce_once": self._reduce_once,
-            "loaded": self.pending_keys(),
             "offload": self._offload,
             "activations": self._activations,
         }

@@ -101,7 +101,7 @@ def judge(found: Import, target: str | None, room: Room, rooms: list[Room]) -> s
     if name.startswith("_"):
         return f"imports {name}, which is private to {target}"
     if room.name.startswith("callbacks") and not other.name.startswith("callbacks"):
-        if target != f"{other.name}/__init__":
+        if target not in (other.name, f"{other.name}/__init__"):
             return f"imports {target}: callbacks use what {other.name}/__init__ offers"
     return None
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import PackedSequence
 
-from ...strategies.engine import ReplayedStep, rehearsed_backward
+from ...strategies.graph_replay import ReplayedStep, rehearsed_backward
 from .compare import LogTape, States, first_difference, replaced, tensors_in, values_in
 from .device import CudaGraphs, SoftwareGraphs
 from .fingerprint import Fingerprint, attributes_of, state_of, tensors_of, value_of

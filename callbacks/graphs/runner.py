@@ -14,7 +14,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch._functorch import config as functorch_config
 
-from ...strategies.collectives import Meeting, make_collectives
+from ...strategies.collectives import Meeting
+from ...strategies.communicators import make_collectives
 from .fingerprint import names_read
 from .modules import CapturedModule, find_modules
 from .optimizer import CapturedOptimizer
@@ -45,7 +46,7 @@ class Step(Program):
             part.drop()
         self.fit.graphs.pools.clear()
         if self.engine is not None:
-            self.engine.expect_graphs(False)
+            self.engine.pool.is_captured = False
 
     def decide(self, inputs: Any) -> Record | None:
         """See :meth:`Program.decide`; collective.

@@ -1,4 +1,4 @@
-"""How ranks exchange tensors: one communicator, within a machine, between machines, on devices.
+"""How ranks exchange tensors: one communicator for every exchange.
 
 communicator
     the object through which all exchanges of an engine go; tests and timers replace its methods
@@ -8,8 +8,6 @@ exchange log
     what one rank has exchanged, written, read and stepped with since the ranks last agreed
 trace
     the labels of the exchange log
-shared flags
-    memory of one machine in which each rank posts the number of the exchange that it has reached
 """
 
 from .exchange_log import (
@@ -23,7 +21,7 @@ from .exchange_log import (
     require_same_settings,
     require_same_values,
 )
-from .factory import make_collectives, make_hybrid_collectives
+from .hybrid import HybridCollectives
 from .process_group import (
     ComparedCollectives,
     GroupCollectives,
@@ -32,7 +30,6 @@ from .process_group import (
     Work,
 )
 from .rounding import ROOM, narrow, widen
-from .shared_memory import SharedMemoryCollectives
 
 __all__ = [
     "LOOK_FOR",
@@ -41,16 +38,14 @@ __all__ = [
     "ExchangeLog",
     "DivergenceError",
     "GroupCollectives",
+    "HybridCollectives",
     "LocalCollectives",
     "Meeting",
     "Pending",
     "Setting",
-    "SharedMemoryCollectives",
     "Work",
     "digest",
     "first_difference",
-    "make_collectives",
-    "make_hybrid_collectives",
     "narrow",
     "require_same_settings",
     "require_same_values",

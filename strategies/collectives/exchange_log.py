@@ -215,13 +215,6 @@ class ExchangeLog:
         self._writes[key] = total
         self.has_stored |= kind == "stored"
 
-    def record_backward(self, gradients: list[Setting]) -> None:
-        """Record the ``gradients`` that there are when a backward, which adds to them, begins."""
-        self.backward_settings = [
-            (name, group, f"{option} (when a backward began)", value)
-            for name, group, option, value in gradients
-        ]
-
     def record_step(self, gradients: list[Setting]) -> None:
         """Record an optimizer step, with the ``gradients`` it uses and the current settings."""
         self.step_settings += [*gradients, *self.settings()]
@@ -242,7 +235,6 @@ class ExchangeLog:
     def start_trace(self) -> None:
         """Clear the log after all ranks have compared everything, the trace included."""
         self.clear_records()
-        self.backward_settings = []
         self._agreements, self._resumed = self._agreements + 1, 0
         self.trace[:] = [self._agreements << 16]
 

@@ -10,9 +10,9 @@ shard
 stand-in
     what an optimizer steps on in the place of a parameter: its part of this rank's shard
 buffer
-    the full-size memory that a unit is unsharded into: its own place in the arena, or for once
+    the full-size memory that a unit is unsharded into: its own place in the pool, or for once
     another one. It has a storage of its own, for which torch counts how many tensors view it
-arena
+pool
     the memory of all units' own buffers, where units that are not used one after the other overlap
 unshard, reshard
     fill the buffer from all ranks' shards; give it up to another unit
@@ -26,36 +26,31 @@ sharded
 Read layout, partition, chunk and unit for what there is; engine, hooks, saved_tensors, backward,
 reduction, gradients and stepping for what happens in a step; sharded and access for what is read
 and written outside of a unit's use. The others can wait: build (set-up), buffers, agreement (what
-the ranks compare), uneven (steps that some ranks do not run), debug, graph_replay (what a captured
-graph does to units), offload and host_steps (shards in host memory), and the small
-ones: norms, forward_order, isolation, torch_functions, streams, module_tree.
+the ranks compare), offload (shards in host memory), and the small ones: norms, forward_order,
+isolation, torch_functions, streams, module_tree.
 """
 
 from .access import gathered
 from .agreement import compare_notes
 from .chunk import Chunk, Entry
 from .engine import Zero3Engine
-from .graph_replay import ReplayedStep, rehearsed_backward
-from .host_steps import FUSED, HostShards
-from .offload import HostChunk, Offload, OffloadKind, parse_offload
+from .offload import HostChunk, Offload, OffloadKind
 from .partition import UnitPolicy, find_units
 from .sharded import ResidencyError, ShardedParameter, is_sharded, owner_or_none
 from .stepping import SCALARS, OptimizerStep, StandIns, State
 from .torch_functions import instances
-from .unit import Exchange, Unit, is_in_buffer
+from .unit import Exchange, Phase, Unit, is_in_buffer
 
 __all__ = [
-    "FUSED",
     "SCALARS",
     "Chunk",
     "Entry",
     "Exchange",
     "HostChunk",
-    "HostShards",
     "Offload",
     "OffloadKind",
     "OptimizerStep",
-    "ReplayedStep",
+    "Phase",
     "ResidencyError",
     "ShardedParameter",
     "StandIns",
@@ -70,6 +65,4 @@ __all__ = [
     "is_in_buffer",
     "is_sharded",
     "owner_or_none",
-    "parse_offload",
-    "rehearsed_backward",
 ]

@@ -15,7 +15,7 @@ from .backward import Backward
 from .chunk import Entry
 from .gradients import Gradients
 from .hooks import transform
-from .isolation import apart
+from .isolation import isolated
 from .sharded import (
     ResidencyError,
     ShardedTensor,
@@ -58,14 +58,14 @@ class Access:
         """
         found: dict[int, Tensor] = {}
         by_unit: dict[Unit, list[Any]] = {}
-        with apart():
+        with isolated():
             for each in tensors:
                 if each.since is None:
                     by_unit.setdefault(each.zero3_entry.unit, []).append(each)
                 else:
                     found[id(each)] = self.gradients.full(self._current(each))
             for unit, its in by_unit.items():
-                full = unit.spread or unit.values()
+                full = unit.full_values or unit.values()
                 # cloned: none is to keep the values of the whole unit alive
                 found |= {id(each): full[each.zero3_entry.name].clone() for each in its}
                 del full
@@ -76,10 +76,10 @@ class Access:
         entry = to.zero3_entry
         if to.since is not None:
             self._current(to)
-            with apart():
+            with isolated():
                 if entry.trained:
                     self.gradients.assign(entry, tensor)
-            entry.dropped = False
+            self.gradients.dropped.discard(entry.name)
             return
         tensor = tensor.detach().broadcast_to(entry.size)
         self.collectives.exchange_log.record_write(
@@ -126,7 +126,7 @@ class Access:
 
     def _current(self, gradient: Any) -> Entry:
         entry = gradient.zero3_entry
-        self.passes.settle(entry.name)
+        self.passes.reduce_held(entry.name)
         if gradient.since != entry.assigned:
             raise ResidencyError(
                 f"This tensor was {describe(gradient)}, which was cleared or replaced since. Read"
@@ -137,8 +137,8 @@ class Access:
     def set_gradient(self, parameter: Any, grad: Tensor | None) -> None:
         """Store a whole gradient that all ranks have, or clear it; local."""
         entry = parameter.zero3_entry
-        entry.dropped = False
         if not entry.trained:
+            self.gradients.dropped.discard(entry.name)
             return  # no optimizer would read it
         if grad is None:
             self.passes.require_ended(entry.name)
@@ -148,8 +148,8 @@ class Access:
             if grad.zero3_entry is entry and grad.since == entry.assigned and not grad.views:
                 return  # as after `parameter.grad *= 2`
             grad = grad.clone()
-        with apart():
-            self.passes.settle(entry.name)
+        with isolated():
+            self.passes.reduce_held(entry.name)
             self.gradients.assign(entry, grad)
         entry.assigned += 1
         self.watch(sharded_tensor(entry, entry.absent_value, entry.assigned), grad)
@@ -165,9 +165,8 @@ class Access:
             yield  # they are
             return
         units = list(dict.fromkeys(entry.unit for entry in wanted))
-        if (
-            units and units[0].arena.announce is None
-        ):  # else ranks that have nothing to run take part
+        # else ranks that have nothing to run take part
+        if units and not units[0].pool.announce:
             self.collectives.meet(Meeting.GATHERED)
             compare_notes(self.collectives)  # what is read is put together of all ranks' parts
         for unit in units:
@@ -178,7 +177,7 @@ class Access:
             set_data(entry.parameter, values[id(entry.parameter)])
             entry.seen = entry.parameter._version
         for unit in units:
-            unit.lent = True
+            unit.has_own_values = True
         try:
             yield
             for entry in () if modify else wanted:
@@ -195,7 +194,7 @@ class Access:
                     set_grad(entry.parameter, None)  # of what was trained inside, after a run
                 entry.aliases, entry.seen = [], entry.parameter._version
             for unit in units:
-                unit.lent = False
+                unit.has_own_values = False
                 unit.shard_parameters()
         for entry in wanted if modify else ():
             value = self.collectives.broadcast(values[id(entry.parameter)].contiguous())

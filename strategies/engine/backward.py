@@ -21,8 +21,7 @@ from .chunk import Entry
 from .gradients import Gradients
 from .reduction import Reducer
 from .sharded import NO_GRAPH_TASK, ResidencyError, get_grad, graph_task, set_grad
-from .uneven import JointSteps
-from .unit import Unit
+from .unit import BufferPool, Unit
 
 
 class _Pass:
@@ -39,13 +38,12 @@ class Backward:
         reducer: Reducer,
         collectives: LocalCollectives,
         buffers: Buffers,
-        joint: JointSteps,
-        adopt_values: Callable[[], None],
+        pool: BufferPool,
         failed: Callable[[], None],
     ) -> None:
         self._units, self._gradients, self._reducer = units, gradients, reducer
-        self._collectives, self._buffers, self._joint = collectives, buffers, joint
-        self._adopt_values, self._failed = adopt_values, failed
+        self._collectives, self._buffers, self._pool = collectives, buffers, pool
+        self._failed = failed
         # Indices of units in the order that all ranks expect, the reverse of their forward. All
         # must issue exchanges in one order, but a rank may skip a unit that others visit (its loss
         # does not depend on it there): walking this to its end, it takes part in the exchanges of
@@ -58,13 +56,13 @@ class Backward:
         self._run: Callable[[], _Pass | None] | None = None  # what autograd's run holds
         # what other ranks lack of rank 0's buffers, as all ranks agreed, while graphs may need them
         # as saved
-        self._owed = b""
+        self.stale_buffers = b""
         self._current: Unit | None = None  # the unit whose backward runs
         self._before = b""  # which gradients there were when it began
 
     def collector(self, unit: Unit, entry: Entry) -> Callable[[Tensor], None]:
-        """The hook that takes the gradient of ``entry``, of ``unit``, to the
-        reducer, and drops it.
+        """The hook that takes the gradient of ``entry``, of ``unit``, to the reducer, and drops it;
+        one of a parameter that no optimizer has is dropped alone.
 
         One function, because it runs for each parameter in each backward. Its reference is weak:
         torch keeps the hooks of a parameter where the garbage collector cannot look, so the model
@@ -77,7 +75,7 @@ class Backward:
             self._reducer.views,
         )
         claimed, written = self._reducer.claimed, self._reducer.written
-        used = self._gradients.used
+        used, trained, dropped = self._gradients.used, entry.trained, self._gradients.dropped
         get_self = weakref.ref(self)
 
         def collect(parameter: Tensor) -> None:
@@ -86,10 +84,13 @@ class Backward:
             with torch._C.DisableTorchFunctionSubclass():  # of a sharded parameter, too
                 grad = get_grad(parameter)
                 set_grad(parameter, None)
+            if not trained:
+                dropped.add(name)  # reading it is an error
+                return
             if not now.active:
                 now.begin()
             # a custom Function may return None
-            if grad is None or now._joint.running:
+            if grad is None or now._pool.announce:
                 return
             if used[number] and len(parameter._post_accumulate_grad_hooks) > 1:
                 raise _seen_alone(name)
@@ -110,7 +111,7 @@ class Backward:
     def expected(self) -> Iterator[None]:
         """Around what differentiates losses; collective at exit, on ranks that had none, too."""
         self._ended = False
-        self._adopt_values()
+        self._pool.store_written()
         yield
         if self.active or not self._ended:
             self.end()
@@ -120,8 +121,8 @@ class Backward:
         self.drop_failed()
         if self.active:
             return
-        self._adopt_values()
-        if not self._joint.running:
+        self._pool.store_written()
+        if not self._pool.announce:
             self._gradients.begin_backward()  # or raises, and no pass has begun
         self.active, self._run, self._before = True, None, bytes(self._gradients.used)
         self.replayed = False
@@ -172,14 +173,14 @@ class Backward:
         unit.unuse()
         # Nested units get more gradients while the units inside them run; one reduction at the end
         # is enough.
-        if unit.trained and not (unit.nested or unit.index in self.coming or self._joint.running):
+        if unit.trained and not (unit.nested or unit.index in self.coming or self._pool.announce):
             self._reducer.reduce(unit)
 
     def end(self) -> None:
         """Autograd has finished; collective."""
         self.begin(silent=True)
         self.complete()
-        if self._joint.running:
+        if self._pool.announce:
             self.active, self._run = False, None
         else:
             self._conclude()
@@ -193,8 +194,8 @@ class Backward:
         while self.coming:
             self._visit(self._units[self.coming.popleft()])
         self._leave()
-        # a joint step drops gradients
-        is_over = self._joint.running or self.replayed
+        # a step that not all ranks run drops gradients
+        is_over = self._pool.announce or self.replayed
         for unit in () if is_over else reversed(self._units):
             if unit.nested or (self._collectives.alone and self._reducer.claimed[unit.index]):
                 self._reducer.reduce(unit)
@@ -212,7 +213,9 @@ class Backward:
             if late[unit.index]:
                 self._reducer.reduce(unit)
         if self.in_step:
-            self._owed = changed  # since the last time, so it holds what an earlier pass found
+            self.stale_buffers = (
+                changed  # since the last time, so it holds what an earlier pass found
+            )
         elif any(changed):
             self._buffers.synchronize(changed)
         self._reducer.finish()
@@ -224,7 +227,7 @@ class Backward:
         """No graph of the step is differentiated any more: buffers become rank 0's; collective if
         any changed.
         """
-        owed, self._owed = self._owed, b""
+        owed, self.stale_buffers = self.stale_buffers, b""
         if any(owed):
             self._buffers.synchronize(owed)
 
@@ -241,12 +244,12 @@ class Backward:
                 " the parameter itself.",
             )
 
-    def settle(self, name: str = "") -> None:
+    def reduce_held(self, name: str = "") -> None:
         """The gradient of parameter ``name``, or all of them, are going to be read or changed,
         between passes: reduce what is held; collective if there is anything.
         """
         self.require_ended(name)
-        if self._joint.running and (name or self._reducer.held):
+        if self._pool.announce and (name or self._reducer.held):
             raise _out_of_reach(
                 name,
                 "a step of an evaluation that not all ranks run, where gradients of parameters are"
@@ -270,7 +273,7 @@ class Backward:
             for entry in (entry for unit in self._units for entry in unit.trained):
                 set_grad(entry.parameter, None)
         self.coming.clear()
-        self._current, self.active, self._owed, self._run = None, False, b"", None
+        self._current, self.active, self.stale_buffers, self._run = None, False, b"", None
 
 
 def _out_of_reach(name: str, where: str) -> ResidencyError:

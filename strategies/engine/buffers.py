@@ -82,10 +82,9 @@ class Buffers:
             return bytes(len(self._alike)) + b"\1"
         return bytes([_has_changed(found[name], self._seen[name]) for name in self._alike]) + b"\0"
 
-    def versions(self) -> list[tuple[Tensor, int]]:
-        """All buffers, each with the number of times that it was written."""
-        buffers = [place.buffer for place in self._find().values()]
-        return [(b, b._version) for b in buffers if not b.is_inference()]
+    def all(self) -> list[Tensor]:
+        """All buffers."""
+        return [place.buffer for place in self._find().values()]
 
     def keep(self) -> Callable[[], None]:
         """Copy all buffers to the CPU; the result puts them back, assigned ones too."""

@@ -4,7 +4,7 @@ never holds it all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +16,6 @@ from torch.optim import Optimizer
 
 from ..collectives import LocalCollectives, digest
 from .chunk import Chunk, Entry
-from .debug import CheckedUnit
-from .initial_values import Initializer
 from .layout import ChunkLayout
 from .offload import Offload
 from .partition import UnitModules
@@ -25,6 +23,7 @@ from .sharded import is_sharded, read
 from .unit import Unit, WholeUnit
 
 SlotDtype = Callable[[str, nn.Parameter], torch.dtype]
+Initialize = Callable[[Iterable[tuple[str, nn.Parameter]]], None]
 
 
 def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> set[int]:
@@ -51,7 +50,7 @@ def build_units(
     slot_dtype: SlotDtype,
     wire_dtype: SlotDtype,
     collectives: LocalCollectives,
-    debug: bool,
+    unit_class: type[Unit] = Unit,
     offload: Offload | None = None,
 ) -> list[Unit]:
     """Lay every unit out; nothing is allocated yet."""
@@ -77,7 +76,7 @@ def build_units(
             budget -= sum(map(offload.cost, chunks))
             if budget < 0:
                 chunks = [offload.place(chunk) for chunk in chunks]
-        kind = WholeUnit if collectives.alone else CheckedUnit if debug else Unit
+        kind = WholeUnit if collectives.alone else unit_class
         units.append(kind(index, part, chunks))
     end = 0
     for chunk in (chunk for unit in units for chunk in unit.chunks if chunk.trained):
@@ -214,13 +213,18 @@ def fill_shards(
     units: list[Unit],
     collectives: LocalCollectives,
     device: torch.device,
-    initializer: Initializer,
+    initialize: Initialize,
 ) -> None:
     """Cut every unit into shards, from rank 0's values, whatever the other ranks initialised;
     collective.
     """
     for unit in units:
-        initializer.fill((entry.name, entry.parameter) for entry in unit.entries)
+        initialize((entry.name, entry.parameter) for entry in unit.entries)
+        for entry in unit.entries:
+            if entry.parameter.is_meta:
+                raise ValueError(
+                    f"Parameter {entry.name!r} is on the meta device, and has no value to shard."
+                )
         for chunk in unit.chunks:
             buffer = torch.zeros(chunk.layout.numel, dtype=chunk.master_dtype, device=device)
             parameters = [entry.parameter for entry in chunk.entries]

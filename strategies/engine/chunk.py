@@ -29,8 +29,7 @@ class Entry:
     number: int = -1  # among all trained parameters of the engine
     seen: int = 0  # the version that the shards have (-1: none): a change in place shows
     assigned: int = 0  # how often its gradient was cleared or replaced
-    dropped: bool = False  # no optimizer has it, and its gradient was not kept
-    # what `.data` was in the use that runs; torch counts apart what is written to each
+    # what `.data` was in the use that runs; torch counts separately what is written to each
     aliases: MutableSequence[Tensor] = field(default_factory=list)
 
     # set when an engine takes it over
@@ -118,7 +117,7 @@ class Chunk:
         """What it keeps of values."""
         return [self.values]
 
-    def settle(self) -> None:
+    def wait_for_host(self) -> None:
         """Wait until what was given to the host to do here is done."""
 
     def read(self) -> Tensor:

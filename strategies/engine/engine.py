@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -21,6 +21,7 @@ from .agreement import compare_notes, describe_exchange
 from .backward import Backward
 from .buffers import Buffers
 from .build import (
+    Initialize,
     SlotDtype,
     build_units,
     check_memory,
@@ -32,8 +33,7 @@ from .chunk import Entry
 from .forward_order import ForwardOrder
 from .gradients import Gradients
 from .hooks import install, take_gradients, tracing_state, transform, watch_outputs
-from .initial_values import Initializer
-from .isolation import apart
+from .isolation import isolated
 from .layout import overlap
 from .module_tree import Structure
 from .offload import Host, HostChunk, Offload, start_worker
@@ -48,8 +48,7 @@ from .sharded import (
 )
 from .stepping import OptimizerStep
 from .streams import Stream
-from .uneven import JointSteps
-from .unit import Arena, Phase, Unit, arena_layout
+from .unit import BufferPool, Unit, pool_layout
 
 
 class Zero3Engine(Access):
@@ -71,11 +70,11 @@ class Zero3Engine(Access):
         wire_dtype: dtype in which a parameter travels to an fp32 buffer, from its name and itself;
             fp32 by default.
         reduce_dtype: dtype in which fp32 gradients travel; they are added up in fp32 in any case.
-        debug: look for lost writes. See :mod:`~.debug`.
+        unit_class: a :class:`Unit`, perhaps one that checks what is done to it; not on one rank.
         reduce_once: make :meth:`accumulate` hold gradients; costs a full-size fp32 gradient on
             every rank.
-        loaded: names of parameters and buffers that are going to be loaded, and are not initialised
-            where they are on the meta device.
+        initialize: gets the parameters of a unit, with their names, and gives those on the meta
+            device memory and values.
         offload: which shards live in host memory; not with collectives that are alone.
 
     Raises:
@@ -99,8 +98,8 @@ class Zero3Engine(Access):
         wire_dtype: SlotDtype = lambda name, parameter: torch.float32,
         reduce_dtype: torch.dtype | None = None,
         reduce_once: bool = False,
-        debug: bool = False,
-        loaded: Container[str] = (),
+        unit_class: type[Unit] = Unit,
+        initialize: Initialize = lambda parameters: None,
         offload: Offload | None = None,
         streams: Callable[[torch.device], Stream] = Stream,
         worker: Callable[[torch.device], Executor] = start_worker,
@@ -109,7 +108,7 @@ class Zero3Engine(Access):
         trained = trained_parameters(model, optimizers)
         parts = find_units(model, unit_policy)
         self.units = build_units(
-            parts, trained, slot_dtype, wire_dtype, collectives, debug, offload
+            parts, trained, slot_dtype, wire_dtype, collectives, unit_class, offload
         )
         self.chunks = [chunk for unit in self.units for chunk in unit.chunks]
         hosted = [chunk for chunk in self.chunks if isinstance(chunk, HostChunk)]
@@ -118,12 +117,10 @@ class Zero3Engine(Access):
         check_memory(model)
         check_same_structure(self.units, model, optimizers, collectives)
         self.host = Host(offload, hosted, device, worker(device)) if offload and hosted else None
-        initializer = Initializer(model, loaded)
-        initializer.fill_buffers(model)
         earlier = owners_of(model.parameters())
         for owner in earlier:
             compare_notes(owner.collectives)
-        fill_shards(self.units, collectives, device, initializer)
+        fill_shards(self.units, collectives, device, initialize)
         for owner in earlier:
             owner.close()  # this engine has taken the parameters over
         self.buffers = Buffers(model, collectives, device)
@@ -131,13 +128,13 @@ class Zero3Engine(Access):
         for chunk in hosted:
             chunk.streams = gather, reduce
             chunk.entries[0].unit.hosted.append(chunk)
-        layout = arena_layout(self.units, collectives.alone)
+        layout = pool_layout(self.units, collectives.alone)
         # Allocated here and never again: the first forward may run under inference_mode, and CUDA
         # graphs need addresses.
-        self.arena = Arena(collectives.allocate(layout.nbytes, device))
+        self.pool = BufferPool(collectives.allocate(layout.nbytes, device))
         places = dict(zip(self.units, layout.regions, strict=True))
         for unit, region in places.items():
-            unit.connect(collectives, gather, self.arena, region.start)
+            unit.connect(collectives, gather, self.pool, region.start)
             unit.rivals = {u for u, its in places.items() if u is not unit and overlap(its, region)}
         self.reducer = Reducer(
             self.units,
@@ -148,21 +145,19 @@ class Zero3Engine(Access):
             None if collectives.alone else reduce_dtype,
         )
         collectives.exchange_log.describe = partial(describe_exchange, self.units)
-        self.saved_tensors = SavedTensors(self.arena)
+        self.saved_tensors = SavedTensors(self.pool)
         self.gradients = Gradients(self.units, self.reducer.written, collectives.exchange_log)
-        self.joint = JointSteps(self.units, collectives)
         self.passes = Backward(
             self.units,
             self.gradients,
             self.reducer,
             collectives,
             self.buffers,
-            self.joint,
-            self._adopt_values,
+            self.pool,
             self.abandon,
         )
         self.own_parameters()
-        self._forward = ForwardOrder(foresees=not debug)
+        self._forward = ForwardOrder()
         hooks = self._enter_forward, self._leave_forward
         self._has_warned = False
         self.handles = [handle for unit in self.units for handle in install(unit, *hooks)]
@@ -207,10 +202,6 @@ class Zero3Engine(Access):
         chunk = self.entries[id(parameter)].chunk
         return chunk.wire_dtype != chunk.master_dtype
 
-    def expect_graphs(self, captures: bool = True) -> None:
-        """Graphs will be captured, or are: they hold memory that units share, and know that."""
-        self.arena.is_captured = captures
-
     # --------------------------------------------------------------------------------------- a step
 
     @contextmanager
@@ -228,7 +219,7 @@ class Zero3Engine(Access):
         self.open_step()
         if not torch.is_grad_enabled():
             self.collectives.exchange_log.suspend_trace()  # no backward will come to compare it
-        elif not self.joint.running:
+        elif not self.pool.announce:
             self.collectives.exchange_log.resume_trace()
         try:
             self.passes.in_step = True
@@ -253,7 +244,7 @@ class Zero3Engine(Access):
         for step in self.steps.values():
             step.abandon()
         self.structure.check()
-        self._adopt_values()
+        self.pool.store_written()
         self._forward.begin()
         self.passes.coming.clear()
 
@@ -273,7 +264,7 @@ class Zero3Engine(Access):
 
     def adopt_gradients(self) -> None:
         """Gradients that are held reach the optimizers; collective if there are any."""
-        self.passes.settle()
+        self.passes.reduce_held()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -291,11 +282,11 @@ class Zero3Engine(Access):
         """Drop all that is open after an exception; the next step starts clean."""
         self.saved_tensors.leave(None)
         for unit in self.units:
-            unit.spread = None
+            unit.full_values = None
         with ExitStack() as stack:  # from below, also if a change in place cannot be stored
             stack.callback(self.collectives.exchange_log.suspend_trace)
             stack.callback(self.passes.abandon)
-            for unit in self.arena.in_use:
+            for unit in self.pool.in_use:
                 stack.callback(unit.abandon)
 
     # ----------------------------------------------------------------------------------- optimizers
@@ -310,15 +301,15 @@ class Zero3Engine(Access):
                 " not been summed over the ranks. Step it after it."
             )
         for unit in self.units:
-            if unit.lent:
+            if unit.has_own_values:
                 unit.require_free()
         self.require_unwritten()
-        self._adopt_values()
+        self.pool.store_written()
 
-    def settle(self) -> None:
+    def wait_for_host(self) -> None:
         """Wait until the host has done what it has to do, and raise what failed there."""
         for chunk in self.chunks:
-            chunk.settle()
+            chunk.wait_for_host()
 
     def gradient_norm(self, entries: Iterable[Entry]) -> Tensor:
         """The 2-norm [] of the gradients of ``entries``, in float64; collective.
@@ -332,11 +323,6 @@ class Zero3Engine(Access):
 
     # --------------------------------------------------------------------------------------- values
 
-    def _adopt_values(self) -> None:
-        """What the user wrote to parameters in use becomes known."""
-        for unit in tuple(self.arena.in_use):
-            unit.store_written()
-
     def weights_changed(self, changed: Iterable[Entry] | None = None) -> None:
         """Shards were written, of all parameters unless ``changed`` says which: what was unsharded
         of them before is not true.
@@ -346,8 +332,8 @@ class Zero3Engine(Access):
         self._warn_of_kept_views(entries)
         units = dict.fromkeys([entry.unit for entry in entries])
         for unit in units:
-            unit.spread = unit.spread and {}
-            if unit in self.arena.holders:
+            unit.full_values = unit.full_values and {}
+            if unit in self.pool.holders:
                 unit.refresh()
         # autograd compares, where it has saved a weight
         increment_version([entry.parameter for entry in entries])
@@ -356,11 +342,11 @@ class Zero3Engine(Access):
                 entry.seen = entry.parameter._version
 
     def _warn_of_kept_views(self, changed: list[Entry]) -> None:
-        if self.arena.is_captured:  # graphs hold views themselves
+        if self.pool.is_captured:  # graphs hold views themselves
             return
         units = {entry.unit for entry in changed}
-        for unit in self.arena.kept:
-            is_ours = unit in units and unit.phase is not Phase.IN_USE
+        for unit in self.pool.kept:
+            is_ours = unit in units and not unit.pins
             if is_ours and unit.buffer.is_held() and not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
@@ -373,15 +359,15 @@ class Zero3Engine(Access):
     # -------------------------------------------------------------------------------------- forward
 
     def _enter_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        if graph_task() == NO_GRAPH_TASK:
-            if self.collectives.exchange_log.has_stored and not (self.passes.in_step or unit.lent):
-                # where no rank but this one has stored anything, the next exchange of the others
-                # tells
-                with apart():
-                    compare_notes(self.collectives)
+        is_outside = not (self.passes.in_step or unit.has_own_values)
+        has_stored = self.collectives.exchange_log.has_stored
+        if is_outside and has_stored and graph_task() == NO_GRAPH_TASK:
+            # where no rank but this one has stored anything, the next exchange of the others tells
+            with isolated():
+                compare_notes(self.collectives)
         if self.collectives.alone:
             return
-        if unit.lent:
+        if unit.has_own_values:
             if hooks_refused() is None:
                 self.saved_tensors.enter(unit)  # a backward may come when the values are gone
             return
@@ -389,7 +375,7 @@ class Zero3Engine(Access):
             # What a transform of torch.func saves of weights must stay as it is, and where no
             # autocast runs weights have full precision: each read is a copy of what is unsharded
             # here.
-            unit.spread = unit.spread or unit.values()
+            unit.full_values = unit.full_values or unit.values()
             return
         if tracing_state() is not None:
             raise ResidencyError(
@@ -400,17 +386,17 @@ class Zero3Engine(Access):
         unit.use()
         self.saved_tensors.enter(unit)
         # in a step that not all ranks run, only some would learn
-        if graph_task() == NO_GRAPH_TASK and not self.joint.running:
+        if graph_task() == NO_GRAPH_TASK and not self.pool.announce:
             following = self._forward.enter(unit.index)
             if following is not None:
                 self.units[following].unshard(ahead=True)
 
     def _leave_forward(self, unit: Unit, module: nn.Module, args: Any, outputs: Any) -> None:
-        if unit.lent:
+        if unit.has_own_values:
             self.saved_tensors.leave(unit)
             return
-        if unit.spread is not None or not unit.pins:
-            unit.spread = None
+        if unit.full_values is not None or not unit.pins:
+            unit.full_values = None
             return  # it never began
         if self.inspect is not None:
             self.inspect(unit, outputs)

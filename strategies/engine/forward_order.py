@@ -7,14 +7,10 @@ class ForwardOrder:
     """Remembers which unit followed which, to unshard the next one ahead.
 
     A changed order costs one useless unshard on every rank alike, never a wrong number.
-
-    Args:
-        foresees: else nothing is unsharded ahead, so that where ranks part is where one unshards
-            another unit.
     """
 
-    def __init__(self, foresees: bool) -> None:
-        self._foresees, self._next = foresees, dict[int, int]()
+    def __init__(self) -> None:
+        self._next = dict[int, int]()
         self._last: int | None = None
 
     def begin(self) -> None:
@@ -26,4 +22,4 @@ class ForwardOrder:
         if self._last is not None and self._last != unit:
             self._next[self._last] = unit
         self._last = unit
-        return self._next.get(unit) if self._foresees else None
+        return self._next.get(unit)

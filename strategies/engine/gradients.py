@@ -32,6 +32,9 @@ class Gradients:
         # cleared gradients keep their memory: somebody has its address, or a device's allocator
         # might cut it up
         self.lasting = any(unit.hosted or unit.chunks[0].device.type != "cpu" for unit in units)
+        # names of parameters that no optimizer has, and that got a gradient, which would pile up,
+        # whole, on every rank
+        self.dropped: set[str] = set()
         self._incomplete: dict[Entry, str] = {}  # why its gradient must be cleared
         # of the unit asked for last, by name: usually its others are asked for next
         self._full: dict[str, Tensor] = {}
@@ -57,14 +60,14 @@ class Gradients:
                 chunk.room_for_gradients()
             elif not chunk.has_sums:
                 chunk.gradients = None  # until its reduction: now the most memory is in use
-        self._exchange_log.record_backward([self._present("an optimizer", 0, self.trained)])
+        before = self._present("an optimizer, when a backward began,", 0, self.trained)
+        self._exchange_log.backward_settings = [before]
 
     def show(self, used: bytes) -> None:
         """What was reduced is complete; ``used`` says which parameters have a gradient on any
         rank.
         """
         self.used[:] = used
-        self._exchange_log.record_backward([])
         self.forget()
 
     def give_up(self, before: bytes) -> None:
@@ -72,7 +75,6 @@ class Gradients:
         self.used[:] = before
         for entry in filter(self.has_gradient, self.trained):
             self.note_incomplete(entry, "An exception ended a backward pass")
-        self._exchange_log.record_backward([])
         self.forget()
 
     def _zero_cleared(self, chunk: Chunk) -> None:
@@ -90,7 +92,7 @@ class Gradients:
     def present(self, entry: Entry) -> bool:
         """Whether ``parameter.grad`` is not None; the same on all ranks. Reading it may raise."""
         if not entry.trained:
-            return entry.dropped
+            return entry.name in self.dropped
         # what is over, or lost, is there to be cleared
         return bool(self.used[entry.number]) or self.over or entry in self._incomplete
 
@@ -177,6 +179,7 @@ class Gradients:
             else:
                 gradients = chunk.room_for_gradients()
                 unknown[gradients.device][chunk] = [entry.part_of(gradients) for entry in its]
+        # of a device together: nothing is allocated for each unit
         for parts in unknown.values():
             norms = squared_norms([part for its in parts.values() for part in its])
             found |= zip(parts, norms.split([*map(len, parts.values())]), strict=True)

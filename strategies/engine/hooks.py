@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .chunk import Entry
-from .sharded import set_grad
 from .torch_functions import instances
 from .unit import Unit
 
@@ -44,14 +42,13 @@ def take_gradients(
     unit: Unit, collector: Callable[[Unit, Entry], Collector]
 ) -> list[RemovableHandle]:
     """Take the gradients of the unit's parameters as soon as autograd has them; ``collector`` makes
-    the hook of a trained one.
+    the hook of each.
     """
-    handles = []
-    for entry in unit.entries:
-        if entry.dtype.is_floating_point or entry.dtype.is_complex:
-            hook = collector(unit, entry) if entry.trained else _dropper(entry)
-            handles.append(_on_grad(entry.parameter, hook))
-    return handles
+    return [
+        _on_grad(entry.parameter, collector(unit, entry))
+        for entry in unit.entries
+        if entry.dtype.is_floating_point or entry.dtype.is_complex
+    ]
 
 
 def _on_grad(parameter: nn.Parameter, hook: Collector) -> RemovableHandle:
@@ -82,21 +79,6 @@ class ModuleHook(partial):
 
 def _nothing(*args: Any) -> None:
     """In place of a hook."""
-
-
-def _dropper(entry: Entry) -> Collector:
-    """Takes away the gradient of a parameter that no optimizer has: it would pile up, whole, on
-    every rank.
-    """
-    get_entry = weakref.ref(entry)  # torch keeps hooks where the garbage collector cannot look
-
-    def drop(parameter: Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            set_grad(parameter, None)
-        if (now := get_entry()) is not None:
-            now.dropped = True  # reading it is an error
-
-    return drop
 
 
 def watch_outputs(unit: Unit, outputs: Any, enter_backward: Callable[[Unit, Tensor], None]) -> bool:

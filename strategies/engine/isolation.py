@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import (
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     """Inside nothing is recorded: not by autograd, transforms of torch.func or selective
     checkpoints, which count operations.
 
@@ -46,7 +46,7 @@ def _takes_over(mode: TorchDispatchMode) -> bool:
 
 def connected(value: Tensor, original: Tensor) -> Tensor:
     """``value`` as autograd's result of ``original``, which has other memory; to be called
-    :func:`apart`.
+    :func:`isolated`.
     """
     # A transform that runs has not wrapped the original. A node of torch's own, not of a Python
     # function: it outlives the copy, as whoever looks for `p.expand_as(p).grad_fn.next_functions`

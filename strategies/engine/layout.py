@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGN_BYTES = 16  # vectorised kernels fall back to slow paths on less
-# regions of the arena start like fresh allocations of the CUDA caching allocator
+# regions of the pool start like fresh allocations of the CUDA caching allocator
 REGION_BYTES = 256
 
 
@@ -82,7 +82,7 @@ class ChunkLayout:
 
 
 @dataclass(frozen=True)
-class ArenaLayout:
+class RegionLayout:
     """Fixed byte ranges for units in one buffer, such that neighbours do not overlap.
 
     Even units are placed at the low end of a shared area and odd ones at the high end::
@@ -91,7 +91,7 @@ class ArenaLayout:
         |   unit 2   |------------|unit 3|         area = max over neighbours of (size_i + size_i+1)
 
     so a unit and the next one (being unsharded ahead) are alive together in the least memory that
-    can hold them, each always at the same address. Units in ``apart`` (they stay in use while
+    can hold them, each always at the same address. Units in ``separate`` (they stay in use while
     others run) get a range of their own.
     """
 
@@ -99,15 +99,15 @@ class ArenaLayout:
     nbytes: int  # of the buffer
 
     @classmethod
-    def build(cls, sizes: Sequence[int], apart: Sequence[bool], ends: int = 2) -> ArenaLayout:
+    def build(cls, sizes: Sequence[int], separate: Sequence[bool], ends: int = 2) -> RegionLayout:
         """Place units; ``ends=1`` makes all shared units overlap (one buffer instead of two)."""
         sizes = [round_up(s, REGION_BYTES) for s in sizes]
-        shared = [size for size, own in zip(sizes, apart, strict=True) if not own]
+        shared = [size for size, own in zip(sizes, separate, strict=True) if not own]
         area = max(shared, default=0)
         if ends == 2:
             area = max(map(sum, zip(shared, shared[1:], strict=False)), default=area)
         regions, placed, end = [], 0, area
-        for size, own in zip(sizes, apart, strict=True):
+        for size, own in zip(sizes, separate, strict=True):
             if own:
                 start, end = end, end + size
             else:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -23,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -63,30 +62,6 @@ class Offload:
             return chunk
         dtypes = chunk.dtype, chunk.wire_dtype, chunk.master_dtype
         return HostChunk(chunk.entries, chunk.layout, *dtypes)
-
-
-def parse_offload(value: str | None) -> Offload | None:
-    """What the option says: a kind, or how much may stay on the device ("20GiB").
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if value is None or value in get_args(OffloadKind):
-        return None if value is None else Offload(value)  # type: ignore[arg-type]
-    return Offload("parameters", parse_size("offload", "'optimizer', 'parameters'", value))
-
-
-def parse_size(option: str, others: str, value: object) -> int:
-    """Bytes that ``value`` ("20GiB") of an option says, or a ValueError that names ``others``."""
-    units = {"B": 1, "MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(\w+)", value) if isinstance(value, str) else None
-    nbytes = int(float(found[1]) * units.get(found[2], 0)) if found else 0
-    if nbytes <= 0:
-        raise ValueError(
-            f"{option}={value!r} is none of None, {others} and a size of device memory ('20GiB', in"
-            " B, MB, MiB, GB or GiB)."
-        )
-    return nbytes
 
 
 def processors_near(device: torch.device) -> set[int]:
@@ -186,22 +161,6 @@ class Host:
         # whoever touches memory first has it at its NUMA node
         self.memory = worker.submit(partial(HostMemory, self.nbytes, device)).result()
 
-    def describe(self, chunks: Sequence[Chunk]) -> str:
-        """One line that says what of all ``chunks`` lies where."""
-        if self.device.type == "cpu":
-            return "Offload: the device is the host, and no memory is saved."
-        on_device = sum(
-            tensor.nbytes * (1 if isinstance(chunk, HostChunk) or not chunk.trained else 2)
-            for chunk in chunks
-            for tensor in chunk.shards()
-            if tensor.device == self.device
-        )
-        return (
-            f"Offload: {self.nbytes / 2**30:.2f} GiB of this rank's values and gradients are in"
-            f" host memory, {on_device / 2**30:.2f} GiB on the device; optimizer state will be with"
-            " its parameters."
-        )
-
 
 class HostChunk(Chunk):
     """A chunk that lives in host memory.
@@ -247,8 +206,8 @@ class HostChunk(Chunk):
 
     # ---------------------------------------------------------------------------------- who waits
 
-    def settle(self) -> None:
-        """See :meth:`Chunk.settle`; an error of the worker stays one."""
+    def wait_for_host(self) -> None:
+        """See :meth:`Chunk.wait_for_host`; an error of the worker stays one."""
         if (ticket := self._ticket) is not None:
             ticket.result()
             self._ticket = None
@@ -261,13 +220,13 @@ class HostChunk(Chunk):
 
     def begin_write(self) -> None:
         """See :meth:`Chunk.begin_write`."""
-        self.settle()
+        self.wait_for_host()
         self._require_quiet()
         self._is_rounded = self._is_sent = False
 
     def read(self) -> Tensor:
         """See :meth:`Chunk.read`."""
-        self.settle()
+        self.wait_for_host()
         return self._values
 
     @property
@@ -283,7 +242,7 @@ class HostChunk(Chunk):
 
     def room_for_gradients(self) -> Tensor:
         """See :meth:`Chunk.room_for_gradients`."""
-        self.settle()
+        self.wait_for_host()
         self.streams[1].wait(self.stored)  # hazard: sums that still arrive, or are being read
         return self._gradients
 
@@ -297,7 +256,7 @@ class HostChunk(Chunk):
 
     def begin_load(self) -> None:
         """What :meth:`load` and the unshard read is there; on the host."""
-        self.settle()  # hazard: sending values of before the step
+        self.wait_for_host()  # hazard: sending values of before the step
         if not self._is_rounded:
             self._require_quiet()
             self._round()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch import Tensor
 from ..collectives import LocalCollectives, Work, narrow
 from ..support import profile_range
 from .chunk import Chunk
-from .layout import ArenaLayout, overlap
+from .layout import RegionLayout, overlap
 from .offload import HostChunk
 from .streams import Stream
 from .unit import Exchange, Unit
@@ -39,16 +40,16 @@ def _nbytes(unit: Unit) -> int:
     )
 
 
-def reduce_layout(trained: Sequence[Unit], once: bool, on_device: bool) -> ArenaLayout:
+def reduce_layout(trained: Sequence[Unit], once: bool, on_device: bool) -> RegionLayout:
     """Where the gradients of the ``trained`` units lie in the reduce buffer.
 
     The last region is the scratch where gradients that live in host memory are added up, of one
     chunk at a time. On a device a unit's reduction overlaps the next unit's backward.
     """
-    sizes, apart = [_nbytes(u) for u in trained], [once or u.nested for u in trained]
+    sizes, separate = [_nbytes(u) for u in trained], [once or u.nested for u in trained]
     hosted = [c for u in trained for c in u.chunks if c.trained and isinstance(c, HostChunk)]
     scratch = max((c.layout.shard_numel * c.master_dtype.itemsize for c in hosted), default=0)
-    return ArenaLayout.build([*sizes, scratch], [*apart, True], ends=2 if on_device else 1)
+    return RegionLayout.build([*sizes, scratch], [*separate, True], ends=2 if on_device else 1)
 
 
 class _Range:
@@ -116,7 +117,6 @@ class Reducer:
         }
         self.views = [view for place in self._ranges.values() for view in place.views]
         self.written, self.claimed = bytearray(len(self.views)), bytearray(len(units))
-        self._open: list[_Range] = []
         self._flying: _Range | None = None
         self._mark: torch.cuda.Event | None = None
 
@@ -125,13 +125,13 @@ class Reducer:
         reduced for it.
         """
         place = self._ranges[index]
-        for other in sorted(self._open, key=lambda opened: opened.unit.index):  # alike on all ranks
+        for number in [*compress(range(len(self.claimed)), self.claimed)]:
+            other = self._ranges[number]  # in an order that is alike on all ranks
             if overlap(other.region, place.region):
                 self.reduce(other.unit)
         if self._flying is not None and overlap(self._flying.region, place.region):
             self.finish()  # hazard: overwriting gradients that are being sent
         self.claimed[index] = 1
-        self._open.append(place)
 
     def reduce(self, unit: Unit) -> None:
         """Send the unit's gradients, zeros for those that this rank does not have; collective."""
@@ -157,7 +157,6 @@ class Reducer:
             else:
                 self._send(place)
         self.claimed[unit.index], self._flying = 0, place
-        self._open.remove(place)
 
     def _send_and_add(self, place: _Range) -> None:
         self._send(place)
@@ -223,8 +222,5 @@ class Reducer:
                 # hazard: on a device its sum is on the way into gradients that are cleared next
                 self._stream.join(self._mark)
         self.held = False
-        for place in self._open:
-            self.claimed[place.unit.index] = 0
-            for entry in place.unit.trained:
-                self.written[entry.number] = 0
-        self._open = []
+        self.claimed[:] = bytes(len(self.claimed))
+        self.written[:] = bytes(len(self.written))

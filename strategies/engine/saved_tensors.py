@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .chunk import Entry
 from .sharded import ResidencyError, ShardedParameter, read
-from .unit import Arena, Phase, Unit
+from .unit import BufferPool, Unit
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 _data_ptr, _untyped_storage = Tensor.data_ptr, Tensor.untyped_storage  # torch's own
@@ -47,8 +47,8 @@ class SavedTensors:
             :meth:`pack` and :meth:`unpack` what they do not want.
     """
 
-    def __init__(self, arena: Arena) -> None:
-        self._in_use = arena.in_use
+    def __init__(self, pool: BufferPool) -> None:
+        self._in_use = pool.in_use
         self.hooks = saved_tensors_hooks(self.pack, self.unpack)
         self._open: list[tuple[Unit, saved_tensors_hooks | None]] = []
 
@@ -144,7 +144,7 @@ class SavedTensors:
         if kind is not SavedWeight:
             return saved
         unit, entry, version, dtype, size, stride, offset = saved
-        if unit.phase is not Phase.IN_USE:
+        if not unit.pins:
             self._bring(unit)
         if entry.parameter._version != version:
             raise ResidencyError(
@@ -161,4 +161,4 @@ class SavedTensors:
         unit.require_free()
         unit.unshard()
         unit.wait()
-        unit.arena.kept[unit] = None
+        unit.pool.kept[unit] = None

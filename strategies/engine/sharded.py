@@ -23,7 +23,7 @@ from torch._guards import TracingContext
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
-from .isolation import apart, connected
+from .isolation import connected, isolated
 from .torch_functions import (
     ABOUT_LAYOUT,
     ALIASES,
@@ -134,8 +134,6 @@ class _Sharded(_Copied, Tensor):
                 return _OWN[name](target, *args[1:])
             if name in LIKE:
                 return func(meta_of(target), *args[1:], **{"device": target.device, **kwargs})
-        if name == "is_set_to":
-            return target is args[1]
         if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
@@ -347,7 +345,7 @@ def _read_whole(tensors: Sequence[Tensor]) -> dict[int, Tensor]:
     for owner, its in owners_of(tensors).items():
         found |= owner.read(its)
     if torch.is_grad_enabled():
-        with apart():
+        with isolated():
             for each in tensors:
                 if each.requires_grad:
                     found[id(each)] = connected(found[id(each)], each)

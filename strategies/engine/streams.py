@@ -8,7 +8,7 @@
     reduce               ...RS(u3)...              forked when u3's gradients lie in the buffer
 
 Both side streams fork from the *current* stream and join it, by events, so a CUDA graph that
-captures the current stream captures them. Nothing uses ``record_stream``: arena memory is never
+captures the current stream captures them. Nothing uses ``record_stream``: pool memory is never
 returned to the allocator, and other buffers are joined before they are. The CPU has no side
 streams: gloo runs its own thread, and waiting on its work handles is the join. Whoever has one asks
 it (``on_device``) instead of calling stand-ins, which would cost Python calls for every unit.

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..collectives import LocalCollectives, Work, widen
 from ..support import profile_range
 from .chunk import Chunk, Entry
-from .isolation import apart
-from .layout import ArenaLayout
+from .isolation import isolated
+from .layout import RegionLayout
 from .partition import UnitModules
 from .sharded import ResidencyError, ShardedParameter, absent_like, class_in_use, set_data
 from .streams import Stream
@@ -43,8 +43,7 @@ class Phase(enum.Enum):
 
     SHARDED = "sharded"  # nowhere: only the shards exist
     UNSHARDING = "unsharding"  # on their way into the buffer
-    UNSHARDED = "unsharded"  # in the buffer, which another unit may take
-    IN_USE = "in use"  # in the buffer, which nobody may take
+    UNSHARDED = "unsharded"  # in the buffer, which another unit may take unless they are in use
 
 
 class Exchange(enum.IntEnum):
@@ -58,7 +57,7 @@ class Exchange(enum.IntEnum):
 
 
 @dataclass(eq=False)
-class Arena:
+class BufferPool:
     """The memory of all units' own buffers, and who has it."""
 
     memory: Tensor  # [bytes]
@@ -71,8 +70,14 @@ class Arena:
     kept: dict[Unit, None] = field(default_factory=dict)
     # graphs are captured, or will be: they hold memory of units that share it, and know that
     is_captured: bool = False
-    # tells ranks that have nothing to run what is exchanged
+    # tells ranks what is exchanged, in a step that not all run: gradients of parameters, which
+    # would be a mean over some ranks, are dropped in it
     announce: Callable[[Unit, Exchange], None] | None = None
+
+    def store_written(self) -> None:
+        """What the user wrote to parameters in use becomes known."""
+        for unit in tuple(self.in_use):
+            unit.store_written()
 
 
 class Buffer:
@@ -90,26 +95,26 @@ class Buffer:
         _STORAGES.add(self.storage)
         weakref.finalize(self, _STORAGES.discard, self.storage)
         self.start = self.memory.data_ptr()
-        self.slots: list[Tensor] = []  # of each chunk: [numel], in the dtype of computation
+        self.parts: list[Tensor] = []  # of each chunk: [numel], in the dtype of computation
         self.sent: list[Tensor] = []  # of each chunk: what travels, as bytes
         self.fills: list[tuple[Tensor, Tensor]] = []  # (part of the buffer, its shard)
         self.views: list[tuple[Entry, Tensor]] = []
         self._lay_out(unit, rank)
-        self.typed = {slot.dtype: self.memory.view(slot.dtype) for slot in self.slots}
+        self.typed = {part.dtype: self.memory.view(part.dtype) for part in self.parts}
         self.usual = _use_count(self.storage)
 
     def _lay_out(self, unit: Unit, rank: int) -> None:
         offset = 0
         for chunk in unit.chunks:
-            slot = self.memory[offset : offset + chunk.nbytes].view(chunk.dtype)
-            sent = slot.view(chunk.wire_dtype)[-chunk.layout.numel :]
+            part = self.memory[offset : offset + chunk.nbytes].view(chunk.dtype)
+            sent = part.view(chunk.wire_dtype)[-chunk.layout.numel :]
             shard = chunk.shard_of(sent, rank)
-            self.slots.append(slot)
+            self.parts.append(part)
             self.sent.append(sent.view(torch.uint8))
             # `.data` counts its own versions: what autograd has saved is not changed by the same
             # values that are unsharded again
             self.fills.append((shard.data, chunk.source))
-            self.views += zip(chunk.entries, chunk.views(slot), strict=True)
+            self.views += zip(chunk.entries, chunk.views(part), strict=True)
             offset += chunk.nbytes
 
     def is_held(self) -> bool:
@@ -125,9 +130,9 @@ class Unit:
     buffer: Buffer  # that it is unsharded into now, or will be
     pins: int  # uses that have not ended
     # parameters hold values of their own (`gathered`): there is nothing to unshard for a forward
-    lent: bool
+    has_own_values: bool
     # name -> full value, while a transform of torch.func runs a forward; {}: written since
-    spread: dict[str, Tensor] | None = None
+    full_values: dict[str, Tensor] | None = None
 
     def __init__(self, index: int, modules: UnitModules, chunks: list[Chunk]) -> None:
         self.index, self.chunks = index, chunks
@@ -141,7 +146,7 @@ class Unit:
         self.nbytes = sum(chunk.nbytes for chunk in chunks)  # of the buffer
         # name exchanges to other ranks
         self.labels = tuple(index * len(Exchange) + exchange for exchange in Exchange)
-        self.phase, self.pins, self.lent = Phase.SHARDED, 0, False
+        self.phase, self.pins, self.has_own_values = Phase.SHARDED, 0, False
         self._unshard_range = profile_range("unshard", self.name)
         self._wait_range = profile_range("wait", self.name)
         self._pending: list[Work] = []
@@ -149,25 +154,25 @@ class Unit:
         self._beside: Buffer | None = None  # another one, because its own is held on this rank
 
     def connect(
-        self, collectives: LocalCollectives, stream: Stream, arena: Arena, start: int
+        self, collectives: LocalCollectives, stream: Stream, pool: BufferPool, start: int
     ) -> None:
-        """Take the buffer at ``start`` [bytes of the arena], and leave the parameters without
+        """Take the buffer at ``start`` [bytes of the pool], and leave the parameters without
         memory.
         """
-        self._collectives, self._stream, self.arena = collectives, stream, arena
-        memory = arena.memory[start : start + self.nbytes]
-        self._home = self.buffer = Buffer(self, memory, collectives.rank)
+        self._collectives, self._stream, self.pool = collectives, stream, pool
+        memory = pool.memory[start : start + self.nbytes]
+        self.home = self.buffer = Buffer(self, memory, collectives.rank)
         # (device type, dtype) that some of its weights are rounded to, as autocast would
-        device = arena.memory.device.type
+        device = pool.memory.device.type
         lower = {c.dtype for c in self.chunks if c.dtype != c.master_dtype}
         self.rounded = (device, lower.pop()) if lower else None
         self._narrow = [chunk for chunk in self.chunks if chunk.wire_dtype != chunk.dtype]
         for entry in self.entries:
-            entry.absent = absent_like(entry.meta, entry.chunk.dtype, arena.memory.device)
+            entry.absent = absent_like(entry.meta, entry.chunk.dtype, pool.memory.device)
             entry.parameter.data = entry.absent
             entry.seen = entry.parameter._version
         # where parameters begin [bytes of the buffer], in this order, but those without elements
-        places = [(view.data_ptr() - self._home.start, entry) for entry, view in self._home.views]
+        places = [(view.data_ptr() - self.home.start, entry) for entry, view in self.home.views]
         places.sort(key=lambda place: place[0])
         self.starts, self.by_start = [s for s, _ in places], [entry for _, entry in places]
         self.shard_parameters()
@@ -189,28 +194,28 @@ class Unit:
         if not ahead:
             # before anything that may wait for other ranks
             self._collectives.exchange_log.progress[0] = self.index
-        if self.phase is not Phase.SHARDED or self.lent:
+        if self.phase is not Phase.SHARDED or self.has_own_values:
             return
-        arena = self.arena
-        if not self.rivals.isdisjoint(arena.in_use):
+        pool = self.pool
+        if not self.rivals.isdisjoint(pool.in_use):
             if ahead:
                 return
             self.buffer = self._spare()  # on all ranks
-        for other in tuple(arena.holders):
+        for other in tuple(pool.holders):
             if other in self.rivals:
                 other.reshard()
         # on this rank, perhaps
         is_kept = (
-            bool(arena.kept)
-            and self.buffer is self._home
-            and not arena.is_captured
+            bool(pool.kept)
+            and self.buffer is self.home
+            and not pool.is_captured
             and self._is_kept_from()
         )
         self._beside = self._spare() if is_kept else None
-        arena.holders.append(self)
+        pool.holders.append(self)
         with self._unshard_range:
             self._fill()
-        if arena.announce is not None:
+        if pool.announce:
             # ranks that assist do so at once, and may wait until all have what they gave
             self.wait()
 
@@ -222,12 +227,12 @@ class Unit:
         held is put back.
         """
         if self._beside is not None:
-            with apart():
-                before, self.buffer = self._home.memory.clone(), self._home
-        if self.arena.announce is not None:
-            self.arena.announce(self, Exchange.UNSHARD)
+            with isolated():
+                before, self.buffer = self.home.memory.clone(), self.home
+        if self.pool.announce:
+            self.pool.announce(self, Exchange.UNSHARD)
         # No torch.func transform is to see it.
-        with apart() if _modes() or _inference() else torch._C._DisableFuncTorch():
+        with isolated() if _modes() or _inference() else torch._C._DisableFuncTorch():
             for chunk in self.hosted:
                 chunk.begin_load()
             if self._stream.on_device:
@@ -240,21 +245,21 @@ class Unit:
         if self._beside is not None:
             self.wait()
             self.buffer = self._beside
-            with apart():
-                self.buffer.memory.copy_(self._home.memory)
-                self._home.memory.copy_(before)
+            with isolated():
+                self.buffer.memory.copy_(self.home.memory)
+                self.home.memory.copy_(before)
 
     def _is_kept_from(self) -> bool:
         """Whether somebody holds what another unit has left in the memory."""
-        kept = self.arena.kept
-        for unit in [each for each in kept if not (each._home.is_held() or each.pins)]:
+        kept = self.pool.kept
+        for unit in [each for each in kept if not (each.home.is_held() or each.pins)]:
             del kept[unit]
         return not self.rivals.isdisjoint(kept)
 
     def _spare(self) -> Buffer:
         """Memory for this once: its own is another unit's, or holds what somebody still has."""
-        with apart():
-            memory = self.arena.memory.new_empty(self.nbytes)
+        with isolated():
+            memory = self.pool.memory.new_empty(self.nbytes)
             return Buffer(self, memory, self._collectives.rank)
 
     def _send(self) -> None:
@@ -271,9 +276,9 @@ class Unit:
         pending, self._pending = self._pending, []
         for work in pending:
             work.wait()
-        for chunk, slot in zip(self.chunks, self.buffer.slots, strict=True):
+        for chunk, part in zip(self.chunks, self.buffer.parts, strict=True):
             if chunk in self._narrow:
-                widen(slot, chunk.wire_dtype, self._stream.room)
+                widen(part, chunk.wire_dtype, self._stream.room)
 
     def wait(self) -> None:
         """Wait until the buffer is filled."""
@@ -282,7 +287,7 @@ class Unit:
                 # hazard: computing with weights that are still arriving
                 self._stream.join(self._filled)
             # As in `_fill`: on the CPU it is now that shards are copied.
-            with apart() if _modes() or _inference() else torch._C._DisableFuncTorch():
+            with isolated() if _modes() or _inference() else torch._C._DisableFuncTorch():
                 if self._narrow and self._pending:
                     self._widen()
                 for pending in self._pending:
@@ -293,7 +298,7 @@ class Unit:
     def use(self) -> None:
         """The parameters are ordinary and full from here to the matching :meth:`unuse`."""
         self._collectives.exchange_log.progress[0] = self.index
-        if self.lent:
+        if self.has_own_values:
             self.require_free()
         if self.phase is Phase.SHARDED:
             self.unshard()
@@ -308,8 +313,7 @@ class Unit:
                     self.shard_parameters()  # also those before it
                     raise _written_while_sharded(entry)
                 set_data(parameter, view)
-            self.phase = Phase.IN_USE
-            self.arena.in_use.append(self)
+            self.pool.in_use.append(self)
         self.pins += 1
 
     def unuse(self) -> None:
@@ -317,8 +321,7 @@ class Unit:
         self.pins -= 1
         if self.pins > 0:
             return
-        self.phase = Phase.UNSHARDED
-        self.arena.in_use.remove(self)
+        self.pool.in_use.remove(self)
         written = False
         for entry in self.entries:
             parameter = entry.parameter
@@ -330,7 +333,7 @@ class Unit:
             set_data(parameter, entry.absent)
             parameter.__class__ = ShardedParameter
         if self.buffer.is_held():
-            self.arena.kept[self] = None
+            self.pool.kept[self] = None
         if written:
             try:
                 self.store_written()
@@ -342,7 +345,7 @@ class Unit:
         """Parameters that were changed in place during this use: the shards get the values, which
         the ranks compare later.
         """
-        for chunk, slot in zip(self.chunks, self.buffer.slots, strict=True):
+        for chunk, part in zip(self.chunks, self.buffer.parts, strict=True):
             for entry, offset in zip(chunk.entries, chunk.layout.offsets, strict=True):
                 if entry.parameter._version == entry.seen:
                     continue
@@ -353,15 +356,15 @@ class Unit:
                         f" {chunk.wire_dtype}. That would round its {chunk.master_dtype} value."
                         " Change it outside of its layer's forward, under `torch.no_grad()`."
                     )
-                values = slot[offset : offset + entry.size.numel()]
+                values = part[offset : offset + entry.size.numel()]
                 self._collectives.exchange_log.record_write(entry.name, "written", values)
-                mine = entry.part_of(chunk.shard_of(slot, self._collectives.rank))
+                mine = entry.part_of(chunk.shard_of(part, self._collectives.rank))
                 with torch.no_grad():
                     entry.part_of(chunk.values).copy_(mine)
 
     def require_free(self) -> None:
         """Raise if the parameters are in use, or hold values of their own."""
-        if self.pins or self.lent:
+        if self.pins or self.has_own_values:
             raise ResidencyError(
                 f"The parameters of unit {self.name} have values of their own inside of `gathered`,"
                 " or are in a forward that uses them: they cannot be gathered once more, stepped by"
@@ -373,32 +376,23 @@ class Unit:
         """Give the buffer up, unless it is in use."""
         if self.phase is Phase.UNSHARDING:
             self.wait()  # hazard: the memory's next owner while ranks still send into it
-        if self.phase is Phase.UNSHARDED:
+        if self.phase is Phase.UNSHARDED and not self.pins:
             self.phase = Phase.SHARDED
-            self.arena.holders.remove(self)
-            self.buffer, self._beside = self._home, None
-
-    def replayed(self, filled: bool) -> None:
-        """A captured graph has filled the buffer, or given it up."""
-        if not filled:
-            self.reshard()
-        elif self.phase is Phase.SHARDED:
-            self.phase = Phase.UNSHARDED
-            self.arena.holders.append(self)
+            self.pool.holders.remove(self)
+            self.buffer, self._beside = self.home, None
 
     def refresh(self) -> None:
         """Some shards changed: what is in the buffer is no longer true."""
-        if self.phase is Phase.IN_USE:
+        if self.pins:
             self._fill()
             self.wait()
-            self.phase = Phase.IN_USE
         else:
             self.reshard()
 
     def abandon(self) -> None:
         """After an exception: no use is left, however many were open."""
         incomplete = self.phase is Phase.UNSHARDING
-        self.phase, self.pins = Phase.IN_USE, 1
+        self.phase, self.pins = Phase.UNSHARDED, 1
         try:
             self.unuse()
         finally:
@@ -416,7 +410,7 @@ class Unit:
         """
         result: dict[str, Tensor] = {}
         for chunk in self.chunks:
-            with apart():
+            with isolated():
                 source = shard_of(chunk)
                 buffer = torch.empty(
                     chunk.layout.numel,
@@ -431,8 +425,8 @@ class Unit:
 
     def values(self) -> dict[str, Tensor]:
         """Name -> full master value, in memory of its own; collective."""
-        if self.arena.announce is not None:
-            self.arena.announce(self, Exchange.VALUES)
+        if self.pool.announce:
+            self.pool.announce(self, Exchange.VALUES)
         return self.full(Chunk.read)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -447,7 +441,7 @@ class Unit:
         """
         if not entry.size.numel():
             return part.new_empty(entry.size)
-        with apart():
+        with isolated():
             full = torch.zeros(entry.size.numel(), dtype=part.dtype, device=entry.chunk.device)
             if entry.span is not None:
                 full[entry.span.start : entry.span.stop] = part
@@ -462,22 +456,22 @@ class WholeUnit(Unit):
     """
 
     def connect(
-        self, collectives: LocalCollectives, stream: Stream, arena: Arena, start: int
+        self, collectives: LocalCollectives, stream: Stream, pool: BufferPool, start: int
     ) -> None:
         """See :meth:`Unit.connect`."""
-        self._collectives, self.arena = collectives, arena
+        self._collectives, self.pool = collectives, pool
         for entry in self.entries:
             entry.aliases = deque(maxlen=0)  # nobody needs to know what is written to `.data`
             place = entry.chunk.layout.offsets[entry.chunk.entries.index(entry)]
             entry.parameter.data = entry.view(entry.chunk.values, place)
             entry.parameter.__class__ = entry.cls_in_use
-        self.phase, self.pins = Phase.IN_USE, 1  # for ever
+        self.phase, self.pins = Phase.UNSHARDED, 1  # in use for ever
 
 
-def arena_layout(units: Sequence[Unit], alone: bool) -> ArenaLayout:
-    """Where the units' own buffers lie in the arena; on one rank there are none."""
+def pool_layout(units: Sequence[Unit], alone: bool) -> RegionLayout:
+    """Where the units' own buffers lie in the pool; on one rank there are none."""
     sizes = [0 if alone else unit.nbytes for unit in units]
-    return ArenaLayout.build(sizes, [unit.nested for unit in units])
+    return RegionLayout.build(sizes, [unit.nested for unit in units])
 
 
 def _written_while_sharded(entry: Entry) -> ResidencyError:

@@ -21,6 +21,7 @@ from ..liveness.position import Activity
 from ..liveness.strategy import WatchedStrategy
 from .logged_values import collect_logged, log_without_weight
 from .uneven_plan import Turn, plan_turns
+from .uneven_steps import assist, uneven_step
 
 
 class EvaluationStrategy(WatchedStrategy):
@@ -136,7 +137,7 @@ class EvaluationStrategy(WatchedStrategy):
         try:
             if not lacks_batch:
                 context = self.engine.step()
-                with self.engine.joint.run(context) if turn.is_uneven else context:
+                with uneven_step(self.engine, context) if turn.is_uneven else context:
                     if not turn.is_uneven:
                         # All ranks run this step: their traces can be compared from here on.
                         self.engine.collectives.exchange_log.resume_trace()
@@ -146,7 +147,7 @@ class EvaluationStrategy(WatchedStrategy):
                     # batch, and no backward comes that would find it.
                     assert self._signals is not None
                     self._signals.between_batches()
-            self.engine.joint.assist(turn.assisted_steps)
+            assist(self.engine, turn.assisted_steps)
         except DivergenceError as error:
             if not turn.is_uneven and not turn.assisted_steps:
                 raise

@@ -149,7 +149,7 @@ class WatchedStrategy(ProcessStrategy):
         if not self._has_ended:
             self._has_ended = True
             if self.engine is not None:
-                self.engine.settle()  # the last step may have failed on the host
+                self.engine.wait_for_host()  # the last step may have failed on the host
             # hazard: another rank may still train; the label END makes that an error of both.
             self._wait_for_all(Meeting.END)
             if self.engine is not None:

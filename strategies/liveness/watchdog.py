@@ -30,9 +30,9 @@ from ..collectives import (
     LocalCollectives,
     first_difference,
     process_group,
-    shared_memory,
 )
 from ..collectives.exchange_log import LOOK_FOR
+from ..communicators import shared_memory
 from ..support import printable
 from ..support.thread_stacks import read_frames
 from .diagnosis import ELSEWHERE, ENGINE, Beat, Standstill, Straggler, align_traces

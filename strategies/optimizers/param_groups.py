@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..engine import FUSED, HostShards, OptimizerStep, StandIns, State, Zero3Engine, compare_notes
+from ..engine import OptimizerStep, StandIns, State, Zero3Engine, compare_notes
 from .classify import Stepping, find_stepping
+from .host_steps import FUSED, HostShards
 from .lbfgs import LongVector
 from .settings import list_settings
 from .whole_parameters import WholeParameters
@@ -141,6 +142,6 @@ def _move_gradients(old: Zero3Engine, new: Zero3Engine) -> None:
         for entry in present:
             new.set_gradient(entry.parameter, full[entry.name])
     for entry in new.gradients.trained:
-        if old.entries[id(entry.parameter)].dropped:
+        if entry.name in old.gradients.dropped:
             # which it had while no optimizer had it, and which was not kept
             new.gradients.note_incomplete(entry, "A parameter was added to an optimizer")

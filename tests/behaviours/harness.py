@@ -320,7 +320,7 @@ class Zero3Run(Run):
 
     is_reference = False
     refuses = True
-    debug = False
+    options: dict[str, Any] = {}
 
     def set_up(self) -> None:
         from lightning_zero3.strategies.engine import Zero3Engine, partition
@@ -336,7 +336,7 @@ class Zero3Run(Run):
                 "device": device,
                 "collectives": collectives,
                 "slot_dtype": self.slot_dtype,
-                "debug": self.debug,
+                **self.options,
             }
             return Zero3Engine(self.model, self.optimizers, **options)
 
@@ -348,7 +348,7 @@ class Zero3Run(Run):
 
     def communicator(self, device: torch.device) -> Any:
         """To the other ranks."""
-        from lightning_zero3.strategies.collectives import make_collectives
+        from lightning_zero3.strategies.communicators import make_collectives
 
         return make_collectives(dist.group.WORLD, device)
 
@@ -519,11 +519,10 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 class DebuggedRun(Zero3Run):
-    debug = True
-
     def set_up(self) -> None:
-        from lightning_zero3.strategies.engine.debug import CheckedUnit
+        from lightning_zero3.strategies.checked_units import CheckedUnit
 
+        self.options = {"unit_class": CheckedUnit}
         super().set_up()
         assert all(type(unit) is CheckedUnit for unit in self.engine.units)
 

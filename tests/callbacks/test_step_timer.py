@@ -167,7 +167,7 @@ class Slowed(ComparedCollectives):
 
 
 def communication_case(rank, world_size, folder):
-    from lightning_zero3.strategies.collectives import factory
+    from lightning_zero3.strategies.communicators import factory
 
     factory.SharedMemoryCollectives.open = Slowed
     rows = fit(StepTimer(), folder, strategy="zero3", devices=world_size)

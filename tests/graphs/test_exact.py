@@ -276,7 +276,7 @@ def test_views_of_weights_are_looked_for_while_there_are_no_graphs():
 
     class Looks(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            known.append(trainer.strategy.engine.arena.is_captured)
+            known.append(trainer.strategy.engine.pool.is_captured)
             if trainer.global_step == 8:
                 pl_module.net[3].p = 0.05
 
@@ -284,7 +284,7 @@ def test_views_of_weights_are_looked_for_while_there_are_no_graphs():
     # The fourth and, as a number changes, the 13th are captured; the first of an epoch is the 12th.
     eager = [*range(3), *range(8, 8 + 4)]
     assert [k for k, is_captured in enumerate(known) if not is_captured] == eager
-    assert not mine.trainer.strategy.engine.arena.is_captured
+    assert not mine.trainer.strategy.engine.pool.is_captured
 
 
 def test_after_a_fit_everything_is_as_before():

@@ -45,7 +45,7 @@ def build(
     **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     """The model, its optimizer and its engine on this rank."""
-    from lightning_zero3.strategies.collectives import make_collectives
+    from lightning_zero3.strategies.communicators import make_collectives
     from lightning_zero3.strategies.engine import Zero3Engine
 
     torch.manual_seed(0)

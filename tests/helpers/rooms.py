@@ -34,23 +34,47 @@ _LIGHTNING = "torch lightning typing_extensions"
 ROOMS = [
     Room(
         "strategies/support",
-        "collector pauses, thread stacks, RNG states",
+        "collector pauses, thread stacks, RNG states, texts",
         packages="torch numpy",
-        tokens=1_152,
+        tokens=1_274,
     ),
-    Room("strategies/collectives", "every exchange between ranks", tokens=5_479),
+    Room("strategies/collectives", "every exchange between ranks", tokens=3_231),
+    Room(
+        "strategies/communicators",
+        "which one a run has; shared memory",
+        "strategies/collectives",
+        tokens=2_208,
+    ),
     Room(
         "strategies/engine",
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=31_108,
+        tokens=27_663,
+    ),
+    Room(
+        "strategies/initial_values",
+        "of layers on the meta device",
+        "strategies/engine",
+        tokens=1_150,
+    ),
+    Room(
+        "strategies/checked_units",
+        "the debug mode: lost writes are errors",
+        "strategies/engine",
+        tokens=235,
+    ),
+    Room(
+        "strategies/graph_replay",
+        "what a captured step does to the engine",
+        "strategies/engine",
+        tokens=565,
     ),
     Room(
         "strategies/activations",
         "what layers save, in host memory",
-        "strategies/engine",
-        tokens=1_553,
+        "strategies/support strategies/engine",
+        tokens=1_526,
     ),
     Room(
         "strategies/state_dicts",
@@ -62,7 +86,7 @@ ROOMS = [
         "strategies/optimizers",
         "how an optimizer may step",
         "strategies/collectives strategies/engine",
-        tokens=4_615,
+        tokens=5_295,
     ),
     Room(
         "strategies/launch",
@@ -96,16 +120,17 @@ ROOMS = [
     Room(
         "strategies/liveness",
         "heartbeats and the watchdog",
-        "strategies/support strategies/collectives strategies/engine strategies/launch",
+        "strategies/support strategies/collectives strategies/communicators strategies/engine"
+        " strategies/launch",
         _LIGHTNING,
-        tokens=6_662,
+        tokens=6_666,
     ),
     Room(
         "strategies/evaluation",
         "ranks with unequal numbers of batches",
         "strategies/collectives strategies/engine strategies/data strategies/liveness",
         f"{_LIGHTNING} torchmetrics",
-        tokens=2_460,
+        tokens=2_761,
     ),
     Room(
         "strategies/adapters",
@@ -123,19 +148,20 @@ ROOMS = [
     Room(
         "strategies/plan",
         "what a run will need, before it starts",
-        "strategies/engine strategies/optimizers strategies/liveness",
+        "strategies/support strategies/engine strategies/optimizers strategies/liveness",
         _LIGHTNING,
-        tokens=3_010,
+        tokens=3_008,
     ),
     Room(
         "strategies/zero3",
         "the strategy: Trainer hooks, a few calls each",
-        "strategies/collectives strategies/engine strategies/activations strategies/state_dicts"
-        " strategies/optimizers strategies/launch strategies/data strategies/checkpoints"
+        "strategies/support strategies/collectives strategies/communicators strategies/engine"
+        " strategies/activations strategies/state_dicts strategies/optimizers strategies/launch strategies/data"
+        " strategies/checkpoints"
         " strategies/numerics strategies/liveness strategies/evaluation strategies/adapters"
-        " strategies/memory_ledger strategies/plan",
+        " strategies/memory_ledger strategies/plan strategies/initial_values strategies/checked_units",
         _LIGHTNING,
-        tokens=3_345,
+        tokens=3_392,
     ),
     Room(
         "strategies",
@@ -177,9 +203,10 @@ ROOMS = [
     Room(
         "callbacks/graphs",
         "the training step as CUDA graphs",
-        "strategies/support strategies/collectives strategies/engine",
+        "strategies/support strategies/collectives strategies/communicators strategies/engine"
+        " strategies/graph_replay",
         f"{_LIGHTNING} torchmetrics lightning_utilities",
-        tokens=12_206,
+        tokens=12_212,
     ),
     Room(
         "callbacks/cuda_backend",

@@ -99,7 +99,7 @@ VARIANTS = [
     "ranks/test_contracts.py::test_python_calls_per_unit*[bf16-mixed]",
     "ranks/test_environment_report.py::test_torchrun_brings*",
     "ranks/test_group_communicator.py*",
-    "ranks/test_joint.py*",
+    "ranks/test_uneven_steps.py*",
     "ranks/test_memory.py::test_state_is_16*-4]",
     "ranks/test_reduce_once.py::test_a_window*",
     "test_public_surface.py::test_registering_again*[reload]",

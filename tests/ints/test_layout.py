@@ -8,8 +8,8 @@ import pytest
 from lightning_zero3.strategies.engine.layout import (
     ALIGN_BYTES,
     REGION_BYTES,
-    ArenaLayout,
     ChunkLayout,
+    RegionLayout,
     Span,
     overlap,
     round_up,
@@ -102,7 +102,7 @@ def test_chunk_by_hand():
     assert [layout.span(i, 1) for i in range(3)] == [None, None, Span(0, 6, 0)]
 
 
-def arenas():
+def pools():
     generator = random.Random(1)
     cases = [
         ([], []),
@@ -120,8 +120,8 @@ def arenas():
 
 @pytest.mark.parametrize("ends", [1, 2])
 def test_arena(ends):
-    for sizes, apart in arenas():
-        layout = ArenaLayout.build(sizes, apart, ends)
+    for sizes, separate in pools():
+        layout = RegionLayout.build(sizes, separate, ends)
         for region, size in zip(layout.regions, sizes, strict=True):
             assert (
                 region.start % REGION_BYTES == 0
@@ -132,10 +132,10 @@ def test_arena(ends):
             for j, b in enumerate(layout.regions):
                 common = max(a.start, b.start) < min(a.stop, b.stop)
                 assert overlap(a, b) == common
-                assert i == j or not (common and apart[i])
-        shared = [i for i, own in enumerate(apart) if not own]
+                assert i == j or not (common and separate[i])
+        shared = [i for i, own in enumerate(separate) if not own]
         rounded = [round_up(s, REGION_BYTES) for s in sizes]
-        own = sum(rounded[i] for i, alone in enumerate(apart) if alone)
+        own = sum(rounded[i] for i, alone in enumerate(separate) if alone)
         if ends == 2:
             for i, j in zip(shared, shared[1:], strict=False):
                 assert not overlap(layout.regions[i], layout.regions[j]), (
@@ -149,7 +149,7 @@ def test_arena(ends):
 
 
 def test_arena_by_hand():
-    layout = ArenaLayout.build([256, 700, 512, 10], [False, True, False, False])
+    layout = RegionLayout.build([256, 700, 512, 10], [False, True, False, False])
     # Shared: 256, 512, 10 -> 256; the largest neighbours are 256 + 512 and 512 + 256. Unit 1 stands
     # behind them.
     assert layout.regions == (range(0, 256), range(768, 1536), range(256, 768), range(0, 256))

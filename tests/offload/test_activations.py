@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from helpers.models import TinyLm, make, part, tokens
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies import activations
-from lightning_zero3.strategies.collectives import LocalCollectives, make_collectives
+from lightning_zero3.strategies.collectives import LocalCollectives
+from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import Offload, Zero3Engine
 from lightning_zero3.strategies.engine.offload import start_worker
 from lightning_zero3.strategies.engine.streams import Stream

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.collectives import make_collectives
-from lightning_zero3.strategies.engine import Offload, Zero3Engine, parse_offload
+from lightning_zero3.strategies.communicators import make_collectives
+from lightning_zero3.strategies.engine import Offload, Zero3Engine
 from lightning_zero3.strategies.optimizers.param_groups import ParamGroups
 from offload.late_device import LateStream, LateWorker
 
@@ -86,7 +86,7 @@ def count(rank, world_size):
                 "to host": transfers.to_host,
                 "host": engine.host.nbytes
                 + sum(s[k].nbytes for s in state for k in s if "exp" in k),
-                "device": engine.arena.memory.nbytes
+                "device": engine.pool.memory.nbytes
                 + engine.reducer.buffer.nbytes
                 + sum(
                     t.nbytes
@@ -135,7 +135,7 @@ def test_transfers(counted):
 
 def fill(rank, world_size, budget):
     """Bytes of model state on the device, as with Adam, and units there, from the first."""
-    engine, *_ = build(parse_offload(budget))
+    engine, *_ = build(Offload("parameters", budget))
     there = [not unit.hosted for unit in engine.units]
     chunks = [chunk for unit in engine.units if not unit.hosted for chunk in unit.chunks]
     return sum(16 * chunk.layout.shard_numel for chunk in chunks), there
@@ -144,6 +144,6 @@ def fill(rank, world_size, budget):
 @pytest.mark.parametrize("part", [0.3, 0.9])
 def test_a_budget_is_filled_from_the_first_unit(part):
     budget = int(part * 16 * TRAINED / RANKS)
-    for nbytes, there in run_ranks(fill, RANKS, f"{budget} B", timeout=60):
+    for nbytes, there in run_ranks(fill, RANKS, budget, timeout=60):
         assert budget - 16 * OF_A_UNIT / RANKS < nbytes <= budget
         assert there == sorted(there, reverse=True)

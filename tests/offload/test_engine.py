@@ -2,7 +2,6 @@
 
 import inspect
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -14,21 +13,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from helpers.models import TinyLm, make, part, tokens
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.collectives import LocalCollectives, make_collectives
+from lightning_zero3.strategies.collectives import LocalCollectives
+from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import (
     Offload,
     Zero3Engine,
     gradients,
-    host_steps,
     offload,
     reduction,
     unit,
 )
-from lightning_zero3.strategies.engine.chunk import Chunk
 from lightning_zero3.strategies.engine.layout import ChunkLayout
 from lightning_zero3.strategies.engine.norms import squared_norms
 from lightning_zero3.strategies.engine.offload import Host, HostChunk, start_worker
 from lightning_zero3.strategies.engine.streams import Stream
+from lightning_zero3.strategies.optimizers import host_steps
 from lightning_zero3.strategies.optimizers.param_groups import ParamGroups
 from offload.late_device import LateStream, LateWorker
 
@@ -261,10 +260,10 @@ def test_bit_for_bit(world_size, options):
 # Each wait, by the words of its line: where it is missing, numbers are others, or an error comes.
 WAITS = [
     (offload, "ticket.result()"),
-    (offload, "self.settle()  # hazard: sending values"),
+    (offload, "self.wait_for_host()  # hazard: sending values"),
     (offload, "self.streams[1].wait(self.stored)  # hazard: sums that still arrive"),
     (offload, "self.streams[1].wait(self.stored)  # hazard: stepping with sums"),
-    (host_steps, "self.engine.settle()"),
+    (host_steps, "self.engine.wait_for_host()"),
     (unit, "self._stream.join(self._filled)"),
     (reduction, "self._stream.join(self._mark)"),
 ]
@@ -346,7 +345,7 @@ def test_memory_that_is_still_read_is_not_written_to(act):
     else:
         at_the_step = []
         chunk.step_with(lambda gradients: at_the_step.append(list(chunk.streams[0].waited)))
-        chunk.settle()
+        chunk.wait_for_host()
         assert at_the_step == [["copied"]]
     if act == "round":
         chunk.end_load("copied again")
@@ -354,22 +353,6 @@ def test_memory_that_is_still_read_is_not_written_to(act):
         assert chunk.streams[0].waited == ["copied", "copied again"]
     else:
         assert chunk.streams[0].waited == ["copied"]
-
-
-@pytest.mark.parametrize("kind", ["optimizer", "parameters"])
-def test_the_start_tells_the_bytes_on_both_sides(kind):
-    """Of a unit of 2**24 elements on the host, and one on a device."""
-    entry = SimpleNamespace(trained=True, unit=0, part_of=lambda shard: shard)
-    kinds = torch.bfloat16, torch.bfloat16, torch.float32
-    layout, device = ChunkLayout.build([1 << 24], 1, 2), torch.device("meta")
-    there, here = Chunk([entry], layout, *kinds), HostChunk([entry], layout, *kinds)
-    host = Host(Offload(kind), [here], device, LateWorker(device))
-    here.own(torch.ones(1 << 24), 0)
-    there.own(torch.ones(1 << 24, device=device), 0)
-    # values, gradients, rounded values; values, gradients, and what is sent
-    on_host, on_device = 10 / 64, (8 + 2 * (kind == "optimizer")) / 64
-    said = re.findall(r"(\d+\.\d+) GiB", host.describe([there, here]))
-    assert said == [f"{on_host:.2f}", f"{on_device:.2f}"]
 
 
 class Broken(Exception):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.collectives import make_collectives
+from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
 
 # x, t of step 1 and step 2; ranks 2 and 3 repeat ranks 0 and 1, which leaves every mean as it is.

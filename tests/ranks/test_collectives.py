@@ -16,9 +16,8 @@ from lightning_zero3.strategies.collectives import (
     DivergenceError,
     GroupCollectives,
     Meeting,
-    SharedMemoryCollectives,
-    make_collectives,
 )
+from lightning_zero3.strategies.communicators import SharedMemoryCollectives, make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
 
 WORLD_SIZES = [2, 3, 4, 5]

@@ -76,7 +76,7 @@ def in_bf16(rank, world_size, micro_batches):
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_exchanges_of_a_step(world_size, micro_batches):
-    # Two units stay in the arena at each turn: the last two from forward to backward, and the first
+    # Two units stay in the pool at each turn: the last two from forward to backward, and the first
     # two from a backward to the forward of the next micro-batch. Each of these saves two gathers of
     # the 2 * BLOCKS of a micro-batch.
     gathers = micro_batches * 2 * BLOCKS - 2 * micro_batches - 2 * (micro_batches - 1)
@@ -270,7 +270,9 @@ def test_bytes_of_an_accumulation_window(world_size):
 
 
 def runs_engine(file):
-    return "/strategies/engine/" in file or "/strategies/collectives/" in file
+    return any(
+        f"/strategies/{room}/" in file for room in ("engine", "collectives", "communicators")
+    )
 
 
 def copies_of_a_step(rank, world_size, shared):
@@ -315,7 +317,7 @@ CALLS = """
 import gc, re, sys, torch, torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from lightning_zero3.strategies.collectives import make_collectives
+from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
 from lightning_zero3.strategies.numerics.precision import gather_dtypes
 

@@ -27,8 +27,9 @@ def train(rank, world_size, container, wiped, debug):
     """Losses, and the error that ended the training."""
     import torch.distributed as dist
 
-    from lightning_zero3.strategies.collectives import make_collectives
-    from lightning_zero3.strategies.engine import Zero3Engine
+    from lightning_zero3.strategies.checked_units import CheckedUnit
+    from lightning_zero3.strategies.communicators import make_collectives
+    from lightning_zero3.strategies.engine import Unit, Zero3Engine
 
     torch.manual_seed(1)
     model = container(*[Block(k == wiped) for k in range(BLOCKS)])
@@ -41,7 +42,7 @@ def train(rank, world_size, container, wiped, debug):
         device=device,
         collectives=communicators,
         unit_policy=[Block],
-        debug=debug,
+        unit_class=CheckedUnit if debug else Unit,
     )
     losses = []
     for step in range(3):

@@ -7,7 +7,7 @@ from torch import nn
 
 from helpers.parity import RTOL
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.collectives import make_collectives
+from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
 
 CPU = torch.device("cpu")

@@ -120,7 +120,7 @@ def count(rank, world_size):
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert len(engine.units) == BLOCKS and not [u for u in engine.arena.kept if u.buffer.is_held()]
+    assert len(engine.units) == BLOCKS and not [u for u in engine.pool.kept if u.buffer.is_held()]
     return [len(places) for places in found]
 
 

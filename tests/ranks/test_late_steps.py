@@ -11,7 +11,7 @@ from torch import nn
 
 from helpers.parity import assert_tensors_close
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.collectives import make_collectives
+from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
 
 STEPS = 10

@@ -15,7 +15,7 @@ from torch import nn
 from helpers.models import Block
 from helpers.ranks import run_ranks
 from helpers.tracking import needs_cuda
-from lightning_zero3.strategies.collectives import make_collectives
+from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
 
 WIDTH, DEPTH, VOCAB = 256, 4, 2000
@@ -129,10 +129,10 @@ def count(rank, world_size, options):
         name: storages.pop(tensor.untyped_storage().data_ptr(), 0)
         for name, tensor in scratch.items()
     }
-    arena = engine.arena.memory.untyped_storage()  # storages of slots are parts of it
+    pool = engine.pool.memory.untyped_storage()  # storages of slots are parts of it
     sizes["slots"], whole = (
-        arena.nbytes(),
-        range(arena.data_ptr(), arena.data_ptr() + arena.nbytes()),
+        pool.nbytes(),
+        range(pool.data_ptr(), pool.data_ptr() + pool.nbytes()),
     )
     storages = {address: nbytes for address, nbytes in storages.items() if address not in whole}
     storages.pop(training.tokens.untyped_storage().data_ptr())

@@ -6,16 +6,24 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.collectives import LocalCollectives, make_collectives
+from lightning_zero3.strategies.collectives import LocalCollectives
+from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
 from lightning_zero3.strategies.engine.buffers import Buffers
-from lightning_zero3.strategies.engine.initial_values import Initializer
+from lightning_zero3.strategies.initial_values import Initializer
 
 
-def _engine(model):
+def _engine(model, loaded=()):
     device = torch.device("cpu")
     group = dist.group.WORLD if dist.is_initialized() else None
-    return Zero3Engine(model, device=device, collectives=make_collectives(group, device))
+    initial_values = Initializer(model, loaded)
+    initial_values.fill_buffers()
+    return Zero3Engine(
+        model,
+        device=device,
+        collectives=make_collectives(group, device),
+        initialize=initial_values.fill,
+    )
 
 
 def _initialise(rank, world_size):
@@ -40,7 +48,7 @@ def test_buffers_stay_each_module_s_own_where_moving_them_makes_copies(monkeypat
     """
     with torch.device("meta"):
         model = nn.Sequential(*(nn.BatchNorm1d(4, affine=False) for _ in range(64)))
-    Initializer(model).fill_buffers(model)
+    Initializer(model).fill_buffers()
     copies = {  # made now, so that they do not take the addresses
         torch.float32: [torch.empty(4) for _ in range(2 * 64)],
         torch.int64: [torch.empty((), dtype=torch.int64) for _ in range(64)],
@@ -107,6 +115,13 @@ def test_values_are_those_that_rank_0_draws(world_size):
         assert values.keys() == expected.keys()
         assert all(torch.equal(values[name], expected[name]) for name in expected)
         torch.testing.assert_close(out, model(torch.arange(11)).detach())
+
+
+def test_without_initial_values_a_parameter_on_the_meta_device_is_named():
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match="Parameter 'weight' is on the meta device"):
+        Zero3Engine(model, device=torch.device("cpu"), collectives=LocalCollectives())
 
 
 class Gain(nn.Module):
@@ -248,10 +263,7 @@ def test_what_is_going_to_be_loaded_is_not_initialised():
     with torch.device("meta"):
         model = nn.Sequential(Masked(), Gain())
     names = {"0.mask", "0.linear.weight", "0.linear.bias", "1.gain"}
-    device = torch.device("cpu")
-    engine = Zero3Engine(
-        model, device=device, collectives=make_collectives(None, device), loaded=names
-    )
+    engine = _engine(model, names)
     values = {n: v.clone() for unit in engine.units for n, v in unit.values().items()}
     assert values.keys() == names - {"0.mask"}
     assert not any(value.any() for value in values.values()) and not model[0].mask.any()

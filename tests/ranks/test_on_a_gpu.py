@@ -36,7 +36,7 @@ def calls_of_a_step(rank, world_size):
                 micro_batch(model, engine, rank, step)
                 optimizer.step()
                 optimizer.zero_grad()
-        found[name] = dict(counts), engine.arena.memory.nbytes, engine.reducer.buffer.nbytes
+        found[name] = dict(counts), engine.pool.memory.nbytes, engine.reducer.buffer.nbytes
     return found
 
 

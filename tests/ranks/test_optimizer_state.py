@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.collectives import DivergenceError, make_collectives
+from lightning_zero3.strategies.collectives import DivergenceError
+from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
 from lightning_zero3.strategies.state_dicts.gather import gather_on_rank_zero
 from lightning_zero3.strategies.state_dicts.optimizer_state import (

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.collectives import LocalCollectives, make_collectives
+from lightning_zero3.strategies.collectives import LocalCollectives
+from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine, gathered
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))

@@ -11,7 +11,7 @@ from torch import nn
 
 from helpers.ranks import run_ranks
 from helpers.tracking import needs_cuda
-from lightning_zero3.strategies.collectives import make_collectives
+from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
 
 WIDTH, MICRO_BATCHES = 16, 4

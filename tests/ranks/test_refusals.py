@@ -7,7 +7,7 @@ from torch import nn
 
 from helpers.ranks import run_ranks
 from lightning_zero3 import Zero3Strategy
-from lightning_zero3.strategies.collectives import make_collectives
+from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import ResidencyError, Zero3Engine, gathered
 from lightning_zero3.strategies.optimizers.param_groups import ParamGroups
 

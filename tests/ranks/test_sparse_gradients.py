@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.collectives import make_collectives
+from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
 
 

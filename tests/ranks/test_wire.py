@@ -8,15 +8,15 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.collectives import (
-    ComparedCollectives,
-    GroupCollectives,
+from lightning_zero3.strategies.checked_units import CheckedUnit
+from lightning_zero3.strategies.collectives import ComparedCollectives, GroupCollectives
+from lightning_zero3.strategies.collectives.rounding import ROOM, narrow, widen
+from lightning_zero3.strategies.communicators import (
     SharedMemoryCollectives,
     make_collectives,
     make_hybrid_collectives,
 )
-from lightning_zero3.strategies.collectives.rounding import ROOM, narrow, widen
-from lightning_zero3.strategies.engine import Zero3Engine
+from lightning_zero3.strategies.engine import Unit, Zero3Engine
 
 BF16 = torch.bfloat16
 
@@ -167,7 +167,7 @@ def train(rank, world_size, modes, debug):
             unit_policy=lambda m: list(m),
             wire_dtype=partial(wire_dtype, gather),
             reduce_dtype=BF16 if reduce else None,
-            debug=debug,
+            unit_class=CheckedUnit if debug else Unit,
         )
         steps = []
         for step in range(STEPS):

@@ -122,10 +122,10 @@ REFUSED = {
     StoredAtTheEndAndCollected: "'net.1.weight' was stored between steps",
     StoredAtTheEndAndExported: "'net.1.weight' was stored between steps",
     ClearedBetweenMicroBatches: (
-        r"'gradients \(when a backward began\)' of .* an optimizer is 0 on rank 0 and 4 on rank 1"
+        r"'gradients' of .* an optimizer, when a backward began, is 0 on rank 0 and 4 on rank 1"
     ),
     OneClearedBetweenMicroBatches: (
-        r"without gradients \(when a backward began\)' of .* is \['net\.[01]\.bias'\] on rank 0"
+        r"without gradients' of .*, when a backward began, is \['net\.[01]\.bias'\] on rank 0"
     ),
 }
 

@@ -14,7 +14,7 @@ from helpers.models import Lit, Recipe
 from helpers.parity import assert_tensors_close, full_state, relative, trainer, zero3
 from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
-from lightning_zero3.strategies.collectives import make_collectives
+from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
 from lightning_zero3.strategies.optimizers.whole_parameters import WholeParameters, assign_owners
 

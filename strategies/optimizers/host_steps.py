@@ -10,9 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
-from .chunk import Chunk, Entry
-from .offload import HostChunk
-from .stepping import OptimizerStep, StandIns, State
+from ..engine import Chunk, Entry, HostChunk, OptimizerStep, StandIns, State
 
 # Of torch, with fused kernels for the CPU. They update each element by itself, so that a step may
 # be done in parts.
@@ -69,7 +67,7 @@ class HostShards(StandIns):
 
     def finish(self) -> None:
         """See :meth:`StandIns.finish`."""
-        self.engine.settle()
+        self.engine.wait_for_host()
 
     def _change(
         self,

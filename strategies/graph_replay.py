@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .unit import Phase, Unit
+from .engine import Phase, Unit, Zero3Engine
 
 
 class ReplayedStep:
@@ -21,10 +20,10 @@ class ReplayedStep:
     each replay stands inside of :meth:`replaying`.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine  # the :class:`~.engine.Zero3Engine`
+    def __init__(self, engine: Zero3Engine) -> None:
+        self._engine = engine
         engine.gradients.lasting = True
-        engine.expect_graphs()
+        engine.pool.is_captured = True
         self._filled: list[Unit] = []  # in buffers after the forward; the backward leaves none
         self._used: list[int] = []  # numbers of the parameters that get a gradient
         self._written: list[list[Tensor]] = [[], []]  # buffers that each part writes to
@@ -57,7 +56,11 @@ class ReplayedStep:
                 gradients.used[number] = 1
         yield
         for unit in units:
-            unit.replayed(not part and unit in self._filled)
+            if part or unit not in self._filled:
+                unit.reshard()
+            elif unit.phase is Phase.SHARDED:
+                unit.phase = Phase.UNSHARDED
+                unit.pool.holders.append(unit)
         self._engine.passes.replayed = bool(part)
         # so that what keeps the module's buffers equal on all ranks sees it
         increment_version(self._written[part])
@@ -68,7 +71,8 @@ class ReplayedStep:
         too.
         """
         engine, books = self._engine, self._engine.gradients.used
-        versions, before = engine.buffers.versions(), bytes(books)
+        before = bytes(books)
+        versions = [(b, b._version) for b in engine.buffers.all() if not b.is_inference()]
         if part:
             books[:] = bytes(len(books))
         yield
@@ -83,7 +87,7 @@ class ReplayedStep:
             self._filled = [
                 unit
                 for unit in engine.units
-                if unit.phase is Phase.UNSHARDED and unit.buffer is unit._home
+                if unit.phase is Phase.UNSHARDED and not unit.pins and unit.buffer is unit.home
             ]
         self._written[part] = [buffer for buffer, version in versions if buffer._version != version]
 
@@ -94,10 +98,10 @@ class ReplayedStep:
 
 
 @contextmanager
-def rehearsed_backward(engine: Any) -> Iterator[None]:
+def rehearsed_backward(engine: Zero3Engine) -> Iterator[None]:
     """Around a backward, in a step, of what is differentiated again: buffers, which autograd may
     have saved, stay as they are on each rank.
     """
     with engine.backward():
         yield
-    engine.passes._owed = b""
+    engine.passes.stale_buffers = b""

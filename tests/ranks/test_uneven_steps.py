@@ -6,12 +6,10 @@ from torch import nn
 
 from helpers.parity import RTOL
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.collectives import (
-    DivergenceError,
-    GroupCollectives,
-    make_collectives,
-)
+from lightning_zero3.strategies.collectives import DivergenceError, GroupCollectives
+from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import ResidencyError, Zero3Engine, compare_notes
+from lightning_zero3.strategies.evaluation.uneven_steps import assist, uneven_step
 
 
 class Block(nn.Module):
@@ -87,9 +85,9 @@ def _evaluate_and_train(rank, world_size, of_group):
         results = []
         for step in range(steps[rank]):
             context = engine.step()
-            with engine.joint.run(context) if step >= min(steps) else context:
+            with uneven_step(engine, context) if step >= min(steps) else context:
                 results.append(evaluation(model, _input(rank, step)))
-        engine.joint.assist(max(steps) - steps[rank])
+        assist(engine, max(steps) - steps[rank])
         optimizer.zero_grad()
         with engine.step():
             loss = model(_input(rank, 9)).square().mean()
@@ -141,9 +139,9 @@ def _gradients_of_training(rank, world_size, once):
             loss.backward()
     x = _input(rank, 0).requires_grad_()
     if rank == 0:
-        engine.joint.assist(1)
+        assist(engine, 1)
     else:
-        with engine.joint.run(engine.step()):
+        with uneven_step(engine, engine.step()):
             model(x).square().mean().backward()
             for use in (
                 lambda: model[0].up.weight.grad.norm(),
@@ -181,9 +179,9 @@ def _step_alone(rank, world_size):
         model, [optimizer], device=device, collectives=collectives, unit_policy=[Block]
     )
     if rank == 0:
-        engine.joint.assist(1)
+        assist(engine, 1)
     else:
-        with engine.joint.run(engine.step()):
+        with uneven_step(engine, engine.step()):
             model(_input(rank, 0))
             optimizer.step()
     with pytest.raises(

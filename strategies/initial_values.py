@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .sharded import nothing
+from .engine.sharded import nothing
 
 # what constructors call by convention, besides `_init_weights` that takes a layer
 _LOST = ("_init_weights", "init_weights", "initialize_weights")
@@ -37,14 +37,14 @@ class Initializer:
         self._children_first: dict[Any, None] = {}
         model.apply(self._children_first.setdefault)
 
-    def fill_buffers(self, model: nn.Module) -> None:
+    def fill_buffers(self) -> None:
         """Initialise running statistics of norm layers, and other buffers by ``_init_weights``;
         before parameters have memory.
 
         Raises:
             ValueError: that left one as it was.
         """
-        for prefix, module in model.named_modules():
+        for prefix, module in self._model.named_modules():
             waiting = [n for n, b in module._buffers.items() if b is not None and b.is_meta]
             if not waiting:
                 continue

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .hybrid import HybridCollectives
-from .process_group import ComparedCollectives, GroupCollectives, LocalCollectives
+from ..collectives import ComparedCollectives, GroupCollectives, HybridCollectives, LocalCollectives
 from .shared_memory import SharedMemoryCollectives
 
 

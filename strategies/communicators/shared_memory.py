@@ -2,7 +2,7 @@
 
 Unsharded buffers and the reduce buffer lie in such memory. A rank that has put its part there posts
 the exchange in its flags; the others copy, or add, straight from there. Results are bitwise those
-of :class:`~.process_group.ComparedCollectives`. ``wait()`` of an exchange also waits until every
+of :class:`~..collectives.ComparedCollectives`. ``wait()`` of an exchange also waits until every
 other rank has read this rank's part: only then may the memory change.
 """
 
@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .exchange_log import Meeting
-from .process_group import ComparedCollectives, Work
+from ..collectives import ComparedCollectives, Meeting, Work
 
 _RING = 512  # exchanges whose flags are kept; far fewer are ever in flight
 # Flags of one rank, words of 8 bytes: the number of its last exchange; by exchange modulo _RING the

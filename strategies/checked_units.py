@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from .chunk import Chunk, Entry
-from .isolation import apart
-from .sharded import ResidencyError
-from .unit import Unit
+from .engine import Chunk, Entry, ResidencyError, Unit
+from .engine.isolation import isolated
 
 
 class CheckedUnit(Unit):
-    """A unit that compares its buffer with the shards at the end of each use."""
+    """A unit that compares its buffer with the shards at the end of each use.
+
+    It is not unsharded ahead of one, so that the error of ranks that part names the first unit in
+    which they do.
+    """
+
+    def unshard(self, ahead: bool = False) -> None:
+        """See :meth:`Unit.unshard`."""
+        if not ahead:
+            super().unshard()
 
     def unuse(self) -> None:
         """See :meth:`Unit.unuse`; what was written past torch (by a pointer) would not reach the
@@ -20,12 +27,12 @@ class CheckedUnit(Unit):
         super().unuse()
         if self.pins:
             return
-        with apart():
+        with isolated():
             lost = [
                 entry.name
-                for chunk, slot in zip(self.chunks, self.buffer.slots, strict=True)
+                for chunk, part in zip(self.chunks, self.buffer.parts, strict=True)
                 for entry in chunk.entries
-                if not self._holds(chunk, slot, entry)
+                if not self._holds(chunk, part, entry)
             ]
         if lost:
             self.reshard()
@@ -36,8 +43,8 @@ class CheckedUnit(Unit):
                 " strategy.gathered(module, modify=True):`."
             )
 
-    def _holds(self, chunk: Chunk, slot: torch.Tensor, entry: Entry) -> bool:
+    def _holds(self, chunk: Chunk, part: torch.Tensor, entry: Entry) -> bool:
         """Whether the buffer holds of a parameter what this rank's shard holds."""
-        found = entry.part_of(chunk.shard_of(slot, self._collectives.rank))
+        found = entry.part_of(chunk.shard_of(part, self._collectives.rank))
         held = entry.part_of(chunk.values).to(found.device, chunk.wire_dtype).to(chunk.dtype)
         return torch.equal(found.view(torch.uint8), held.view(torch.uint8))
