@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ...strategies.support import without_collection
-from .random_states import CapturedRandomStates, note_offsets
 from .software_graph import OURS, ReportsWaits, SoftwareGraph, describe_line
 
 _WAIT = "called a synchronizing CUDA operation"
@@ -25,17 +24,20 @@ _PROTOTYPE = "Synchronization debug mode is a prototype"
 class CudaGraph:
     """A `torch.cuda.CUDAGraph` in a memory pool, captured in the current stream.
 
+    Kernels in it count their random numbers from where the generator is at a replay, and so do the
+    states that activation checkpoints save and restore in a capture, as torch allows since 2.10.
+    Those that a forward saves must mean the same in its backward. So a backward is captured from
+    where its forward ended, and replayed from where that began.
+
     Args:
         pool: the handle of the pool.
-        states: random states that the program saves and sets.
-        is_backward: whether the program is the backward, which sets them.
+        device: the device whose default generator the program may use.
+        forward: the graph of the forward, if this is that of its backward.
     """
 
-    def __init__(self, pool: Any, states: CapturedRandomStates, is_backward: bool) -> None:
-        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
-        self._states, self._is_backward = states, is_backward
-        for state in states.states if is_backward else ():
-            self._graph.register_generator_state(state)
+    def __init__(self, pool: Any, device: torch.device, forward: CudaGraph | None = None) -> None:
+        self._graph, self._pool, self._forward = torch.cuda.CUDAGraph(), pool, forward
+        self._generator = torch.cuda.default_generators[device.index or 0]
         self.reset = self._graph.reset
 
     @contextmanager
@@ -53,8 +55,11 @@ class CudaGraph:
             self._graph, self._pool, torch.cuda.current_stream(), "thread_local"
         )
         try:
-            with without_collection(), capture, self._states.track_calls(self._is_backward):
+            with without_collection(), capture:
+                if self._forward is not None:
+                    self._generator.set_state(self._forward._last_state)
                 yield
+                self._last_state = self._generator.get_state()
         except BaseException:
             self.reset()
             raise
@@ -63,8 +68,16 @@ class CudaGraph:
 
     def replay(self) -> None:
         """Do the recorded work."""
-        self._states.begin(self._is_backward)
+        generator, forward = self._generator, self._forward
+        self._start = generator.get_offset()
+        # hazard: this also makes cuDNN begin its own random states anew, so not without need.
+        goes_back = forward is not None and forward._start != forward._end
+        if goes_back:
+            generator.set_offset(forward._start)
         self._graph.replay()
+        self._end = generator.get_offset()
+        if goes_back:  # other programs may have drawn numbers between the forward and this
+            generator.set_offset(self._start + self._end - forward._end)
 
 
 class CudaGraphs:
@@ -94,21 +107,20 @@ class CudaGraphs:
         # hazard: the last step may still write tensors that later kernels read.
         outer.wait_stream(stream)
 
-    def make_pair(self, offsets: list[int], own_pool: bool = False) -> list[CudaGraph]:
+    def make_pair(self, own_pool: bool = False) -> list[CudaGraph]:
         """Return new graphs for a forward and for its backward.
 
         Args:
-            offsets: see :func:`~.random_states.note_offsets`.
             own_pool: use another pool than other graphs. Those of one pool overwrite each other's
                 memory unless they are replayed in the order of their captures.
         """
         if own_pool or not self.pools:
             self.pools.append(torch.cuda.graph_pool_handle())
-        pool, states = self.pools[-1], CapturedRandomStates(self._device, offsets)
-        return [CudaGraph(pool, states, is_backward) for is_backward in (False, True)]
+        forward = CudaGraph(self.pools[-1], self._device)
+        return [forward, CudaGraph(self.pools[-1], self._device, forward)]
 
     @contextmanager
-    def watch(self, waits: list[str], offsets: list[int]) -> Iterator[None]:
+    def watch(self, waits: list[str]) -> Iterator[None]:
         """Watch an eager forward or backward.
 
         Torch's sync debug mode reports waits, as a warning each; it does not see all. It reports
@@ -116,10 +128,9 @@ class CudaGraphs:
 
         Args:
             waits: gets each line in which torch waits for the device.
-            offsets: see :func:`~.random_states.note_offsets`.
         """
         before = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(record=True) as caught, note_offsets(offsets):
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
@@ -154,11 +165,11 @@ class SoftwareGraphs:
         """See :meth:`CudaGraphs.in_stream`."""
         return nullcontext()
 
-    def make_pair(self, offsets: list[int], own_pool: bool = False) -> list[SoftwareGraph]:
+    def make_pair(self, own_pool: bool = False) -> list[SoftwareGraph]:
         """See :meth:`CudaGraphs.make_pair`."""
         return [SoftwareGraph(self._communicator) for _ in range(2)]
 
-    def watch(self, waits: list[str], offsets: list[int]) -> AbstractContextManager[object]:
+    def watch(self, waits: list[str]) -> AbstractContextManager[object]:
         """See :meth:`CudaGraphs.watch`."""
         return ReportsWaits(waits)
 

@@ -78,7 +78,7 @@ class CapturedOptimizer(Part):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         found = [p.grad for p in parameters if p.grad is not None]
         if self._graph is None:
-            self._gradients, (self._graph, _) = found, self.fit.graphs.make_pair([])
+            self._gradients, (self._graph, _) = found, self.fit.graphs.make_pair()
             with self._graph.capture():
                 update()
         torch._foreach_copy_(self._gradients, found)

@@ -88,7 +88,7 @@ class Captured:
         books = None if engine is None else ReplayedStep(engine)
         self._in_replay: Any = nullcontext if books is None else books.replaying
         self._in_capture: Any = nullcontext if books is None else books.capturing
-        self._pair = graphs.make_pair(record.offsets, program.has_own_pool)
+        self._pair = graphs.make_pair(program.has_own_pool)
         self._tape = LogTape(program.fit.root)
         self._is_noisy: bool | None = None  # two replays of the same give other bits
         args, kwargs = static = apply_to_collection(
@@ -267,7 +267,6 @@ class Record:
             run that is looked at, otherwise.
         looked: number of the latter before the capture, or since.
         problems: why a step with such inputs cannot be captured; one that comes seldom need not be.
-        offsets: see :func:`~.random_states.note_offsets`; of the last eager run.
         given: which outputs got gradients, in the last eager run with a backward.
         names: names of what the first eager run returned and logged.
         epoch: of the last run.
@@ -277,7 +276,6 @@ class Record:
     is_replay: bool = False
     looked: int = 0
     problems: list[str] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
     given: list[bool] = field(default_factory=list)
     names: Set[str] = frozenset()
     epoch: int = -1
@@ -495,7 +493,7 @@ class Program(Part):
             inputs = apply_to_collection(inputs, Tensor, _alias)
         args, kwargs = inputs
         tensors, looks = tensors_in(inputs), self._look(inputs)
-        with self._watching(problems, record.offsets), tape.record():
+        with self._watching(problems), tape.record():
             output = self.eager(*args, **kwargs)
         values, outputs = tape.values() | values_in(output, "the output"), tensors_in(output)
         tape.play()
@@ -506,7 +504,7 @@ class Program(Part):
         root_grads = [t.detach().cos() for t in roots]
         grads = dict[str, Tensor]()
         try:
-            with self._watching(problems, []), self.around_backward():
+            with self._watching(problems), self.around_backward():
                 grads |= self.differentiate(roots, root_grads, sources, True) if roots else {}
         except RuntimeError as error:
             problems.append(
@@ -588,10 +586,10 @@ class Program(Part):
         return found
 
     @contextmanager
-    def _watching(self, problems: list[str], offsets: list[int]) -> Iterator[None]:
+    def _watching(self, problems: list[str]) -> Iterator[None]:
         waits, printed = list[str](), io.StringIO()
         try:
-            with redirect_stdout(printed), self.fit.graphs.watch(waits, offsets):
+            with redirect_stdout(printed), self.fit.graphs.watch(waits):
                 yield
         finally:
             text = printed.getvalue()

@@ -307,9 +307,8 @@ def test_each_wait_on_a_gpu_is_told_with_its_line_and_other_warnings_go_on(monke
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.zeros(16, dtype=torch.uint8))
     graphs = CudaGraphs(torch.device("cuda"))
-    with pytest.warns(UserWarning) as others, graphs.watch(found, []):
+    with pytest.warns(UserWarning) as others, graphs.watch(found):
         for _ in range(2):
             warnings.warn(WAIT, stacklevel=1)
         warnings.warn("something else", stacklevel=1)
@@ -322,7 +321,7 @@ def test_each_wait_on_a_gpu_is_told_with_its_line_and_other_warnings_go_on(monke
 @needs_cuda
 def test_waits_on_a_gpu():
     found = []
-    with CudaGraphs(torch.device("cuda")).watch(found, []):
+    with CudaGraphs(torch.device("cuda")).watch(found):
         torch.ones(2, device="cuda").sum().item()
     [line] = found
     assert re.search(r"test_compare\.py:\d+: `torch\.ones\(2, device=\"cuda\"\)\.sum", line)
