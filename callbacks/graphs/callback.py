@@ -38,7 +38,7 @@ class CUDAGraphStep(Callback):
 
     **Refused in the first eager steps**, with the reason, is what a replay would leave undone: a
     wait for a value, an attribute that the step assigns or extends (a generator's state, too),
-    printing, use of ``self.logger``, an update of a metric, what is logged or returned in some
+    use of ``self.logger``, an update of a metric, what is logged or returned in some
     steps only, writing to parameters or to the batch, a second backward of the same outputs; and,
     but for `zero3`, a hook of a parameter (``register_hook``) and a re-entrant checkpoint. The
     comparison finds a number that is logged or returned and changes from step to step, and random
@@ -57,7 +57,7 @@ class CUDAGraphStep(Callback):
     prints the same and holds something else; a branch that some values of `batch_idx` take; a
     setting of torch (precision, determinism) or of an optimizer, a hook of all modules, a `forward`
     that is replaced on the object. What a step does to objects outside of its module (appends to a
-    global list, writes a file) is not repeated by replays, and not seen.
+    global list, prints, writes a file) is not repeated by replays, and not seen.
 
     **Repetitions.** Where ``training_step`` runs again for the same micro-batch, as LBFGS makes it,
     or in a validation, it runs eagerly.

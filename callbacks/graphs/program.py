@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
@@ -587,15 +585,9 @@ class Program(Part):
 
     @contextmanager
     def _watching(self, problems: list[str]) -> Iterator[None]:
-        waits, printed = list[str](), io.StringIO()
-        try:
-            with redirect_stdout(printed), self.fit.graphs.watch(waits):
-                yield
-        finally:
-            text = printed.getvalue()
-            sys.stdout.write(text)
-        if text:
-            problems.append(f"It prints {text.strip()[:60]!r}, {_REMEDY}")
+        waits = list[str]()
+        with self.fit.graphs.watch(waits):
+            yield
         for wait in dict.fromkeys(waits):
             problems.append(
                 f"{wait} needs a value, or a size that depends on values, on the host: nobody has"
