@@ -103,7 +103,10 @@ class Captured:
         self.requires_grad = [t.requires_grad for t in outputs]
         roots = [t for t, is_given in zip(outputs, self.given, strict=True) if is_given]
         self._root_grads = [torch.zeros_like(t, requires_grad=False) for t in roots]
-        sources = program.sources(self._inputs)
+        # The gradients of parameters outside of the module are compared with nothing: in an eager
+        # run the inputs may depend on these, too.
+        self._own = program.sources(self._inputs)
+        sources = program.others() | self._own
         with program.around_backward(), self._capturing(1):
             self._grads = program.differentiate(roots, self._root_grads, sources, keep=False)
         self.sources = {name: sources[name] for name in self._grads}
@@ -162,7 +165,8 @@ class Captured:
         values = self._tape.values() | values_in(self.output, "the output")
         with self.program.around_backward():
             self.replay_backward(root_grads)
-        return values | self.program.results(self._grads)
+        own = {name: grad for name, grad in self._grads.items() if name in self._own}
+        return values | self.program.results(own)
 
     def compare(
         self, before: States, root_grads: Sequence[Tensor], expected: dict[str, Any]
@@ -422,9 +426,16 @@ class Program(Part):
         return record
 
     def sources(self, inputs: list[Tensor]) -> dict[str, Tensor]:
-        """Return the inputs and parameters that get gradients, by name."""
+        """Return the inputs and the module's parameters that get gradients, by name."""
         found = named(inputs) | dict(self.module.named_parameters())
         return {name: tensor for name, tensor in found.items() if tensor.requires_grad}
+
+    def others(self) -> dict[str, Tensor]:
+        """Return other parameters of the training that get gradients, by name."""
+        groups = [group for each in self.fit.trainer.optimizers for group in each.param_groups]
+        found = {p for group in groups for p in group["params"]} | {*self.fit.root.parameters()}
+        found -= {*self.module.parameters()}
+        return {f"parameter {k} of others": p for k, p in enumerate(found) if p.requires_grad}
 
     def differentiate(
         self, roots: list[Tensor], grads: list[Tensor], sources: dict[str, Tensor], keep: bool
@@ -437,13 +448,14 @@ class Program(Part):
         if self.engine is not None:
             torch.autograd.backward(roots, grads, retain_graph=keep)
             return {}
-        for name, source in sources.items():
-            if source._backward_hooks:
-                raise RuntimeError(f"{name} has a hook, which would run twice.")
         found = torch.autograd.grad(
             roots, list(sources.values()), grads, retain_graph=keep, allow_unused=True
         )
-        return {n: grad for n, grad in zip(sources, found, strict=True) if grad is not None}
+        results = {n: grad for n, grad in zip(sources, found, strict=True) if grad is not None}
+        for name in results:
+            if sources[name]._backward_hooks:
+                raise RuntimeError(f"{name} has a hook, which would run twice.")
+        return results
 
     @contextmanager
     def around_backward(self) -> Iterator[None]:
@@ -518,7 +530,6 @@ class Program(Part):
             for tensor in tensors
             if tensor.layout is not torch.strided
         ]
-        problems += self._find_foreign(tensors, outputs)
         if graphs is None:
             record.names = record.names or values.keys()
             problems += [
@@ -533,27 +544,27 @@ class Program(Part):
             self.verified += 1
             self.problems += problems
         after.restore()
-        seen, passes = [False] * len(outputs), set[int]()
         found = problems if graphs is None else self.problems
+        # The hook is one of other tensors, as one output may be computed from another.
+        output = apply_to_collection(output, Tensor, _alias)
+        needing = [t.requires_grad for t in tensors_in(output)]
+        passes = list[None]()
 
-        def note(k: int, gradient: Tensor | None) -> None:
-            if gradient is None:  # as of `DistributedDataParallel`
-                return
-            seen[k], record.given = True, seen
-            passes.add(torch._C._current_graph_task_id())
+        def note(grads: Sequence[Tensor | None]) -> None:
+            now = iter(grads)
+            record.given = [is_needing and next(now) is not None for is_needing in needing]
+            passes.append(None)
             if len(passes) > 1:
                 found.append(
                     "It is differentiated twice, and a graph of its backward can be replayed only"
                     " once. Add up the losses, and run one backward."
                 )
-            if graphs is not None and not given[k]:
+            if graphs is not None and record.given != given:
                 found.append(self._differs("other outputs get gradients than before"))
 
-        # The hooks are those of other tensors, as one output may be computed from another.
-        output = apply_to_collection(output, Tensor, _alias)
-        for k, tensor in enumerate(tensors_in(output)):
-            if tensor.requires_grad:
-                tensor.register_hook(partial(note, k))
+        if any(needing):
+            tensors = [t for t in tensors_in(output) if t.requires_grad]
+            torch.autograd.graph.register_multi_grad_hook(tensors, note)
         return output
 
     def _differs(self, difference: str) -> str:
@@ -561,18 +572,6 @@ class Program(Part):
             f"An eager run and its replay are not the same: {difference}\n    Since the last"
             f" comparison {self._unverified} runs were replayed."
         )
-
-    def _find_foreign(self, inputs: list[Tensor], outputs: list[Tensor]) -> list[str]:
-        """Return what is wrong with parameters of others that ``outputs`` depend on."""
-        groups = [group for each in self.fit.trainer.optimizers for group in each.param_groups]
-        names = {p: "a tensor of the optimizer" for group in groups for p in group["params"]}
-        names |= {parameter: name for name, parameter in self.fit.root.named_parameters()}
-        foreign = leaves_between(inputs, outputs).difference(self.module.parameters())
-        return [
-            f"It computes with {names[leaf]}, which is none of its parameters: its gradient would"
-            " be lost. Pass it to `forward`, or capture a module that has both."
-            for leaf in foreign.intersection(names)
-        ]
 
     def _look(self, inputs: Any) -> dict[str, Any]:
         """Return what a replay leaves as it is, by what changes it."""
@@ -608,15 +607,3 @@ class Program(Part):
 
 def _alias(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
-
-
-def leaves_between(inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> set[Tensor]:
-    """Return the leaves of autograd's graph from ``inputs`` to ``outputs``."""
-    seen: set[Any] = {None, *(t.grad_fn for t in inputs)}
-    waiting: list[Any] = [t.grad_fn for t in outputs]
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    return {node.variable for node in seen if hasattr(node, "variable")}
