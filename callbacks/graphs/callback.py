@@ -141,7 +141,7 @@ class CUDAGraphStep(Callback):
             return
         software = SoftwareGraphs(getattr(trainer.strategy, "engine", None))
         graphs = CudaGraphs(device) if device.type == "cuda" else software
-        self._runner = Runner(trainer, pl_module, graphs, self)
+        self._runner = Runner(trainer, graphs, self)
         self._runner.install()
 
     @override

@@ -13,6 +13,7 @@ from traceback import FrameSummary
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...strategies.support import without_collection
 from .software_graph import OURS, ReportsWaits, SoftwareGraph, describe_line
@@ -34,6 +35,9 @@ class CudaGraph:
         device: the device whose default generator the program may use.
         forward: the graph of the forward, if this is that of its backward.
     """
+
+    _last_state: Tensor
+    _start = _end = 0  # of the last replay: the generator's offset
 
     def __init__(self, pool: Any, device: torch.device, forward: CudaGraph | None = None) -> None:
         self._graph, self._pool, self._forward = torch.cuda.CUDAGraph(), pool, forward
@@ -70,13 +74,15 @@ class CudaGraph:
         """Do the recorded work."""
         generator, forward = self._generator, self._forward
         self._start = generator.get_offset()
-        # hazard: this also makes cuDNN begin its own random states anew, so not without need.
-        goes_back = forward is not None and forward._start != forward._end
-        if goes_back:
+        if forward is not None and forward._start == forward._end:
+            # hazard: to set an offset makes cuDNN begin its own random states anew. Not if no
+            # numbers were drawn.
+            forward = None
+        if forward is not None:
             generator.set_offset(forward._start)
         self._graph.replay()
         self._end = generator.get_offset()
-        if goes_back:  # other programs may have drawn numbers between the forward and this
+        if forward is not None:  # other programs may have drawn numbers between it and this
             generator.set_offset(self._start + self._end - forward._end)
 
 

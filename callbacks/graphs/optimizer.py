@@ -12,10 +12,9 @@ from torch.optim import Optimizer
 
 from .device import CudaGraph
 from .fingerprint import state_of
-from .program import Fit, Part
+from .program import Part
 from .software_graph import SoftwareGraph
 
-_CAPTURABLE = "Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, ASGD, RMSprop and Rprop"
 _REMEDY = (
     "A learning rate may be a tensor, which schedulers write into:"
     ' `lr=torch.tensor(0.001, device="cuda")`. For 16-mixed use `capturable=True` without `fused`.'
@@ -31,11 +30,13 @@ class CapturedOptimizer(Part):
 
     Args:
         optimizer: the optimizer.
-        fit: the fit.
+        fit: the :class:`~.runner.Runner`.
     """
 
-    def __init__(self, optimizer: Optimizer, fit: Fit) -> None:
-        super().__init__("the optimizer's step", fit, optimizer, "step", remedy=_REMEDY)
+    remedy = _REMEDY
+
+    def __init__(self, optimizer: Optimizer, fit: Any) -> None:
+        super().__init__("the optimizer's step", fit, optimizer, "step")
         self._graph: CudaGraph | SoftwareGraph | None = None
         self._last_state: dict[str, Any] = {}  # what the last eager step depended on
         self._gradients: list[Tensor] = []  # where the graph reads them
@@ -45,9 +46,8 @@ class CapturedOptimizer(Part):
             if not (group.get(option) or group.get("capturable")):
                 self.problems.append(
                     f"{type(optimizer).__name__}, as it was made, has no step that a graph can"
-                    f" hold: make it with `{option}=True`. {_CAPTURABLE} of torch.optim take"
-                    " `capturable=True`; `CUDAGraphStep(optimizer=False)` leaves the optimizer"
-                    " eager."
+                    " hold: make it with `capturable=True` (or `fused=True`, on the CPU or where"
+                    " it has no such option), or leave out `CUDAGraphStep(optimizer=True)`."
                 )
 
     def drop(self) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ...strategies.engine import ReplayedStep, rehearsed_backward
 from .compare import LogTape, States, first_difference, replaced, tensors_in, values_in
-from .device import CudaGraphs, SoftwareGraphs
 from .fingerprint import Fingerprint, attributes_of, state_of, tensors_of, value_of
 
 MOST_SIGNATURES = 200  # signatures of inputs for which records are kept
@@ -34,34 +32,6 @@ _CHANGING = (
     "Keep a number that changes in a buffer of the module and fill it in `on_train_batch_start`:"
     " `self.weight.fill_(...)`."
 )
-
-
-class Fit:
-    """A fit of which something is captured.
-
-    Args:
-        trainer: its trainer.
-        root: the module that it trains.
-        graphs: makes the graphs.
-        options: the `CUDAGraphStep`.
-
-    Attributes:
-        device: the device of the training.
-        engine: the engine of `zero3`; None with other strategies.
-        stack: leaves everything as it was before the fit.
-    """
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        root: LightningModule,
-        graphs: CudaGraphs | SoftwareGraphs,
-        options: Any,
-    ) -> None:
-        self.trainer, self.root, self.graphs, self.options = trainer, root, graphs, options
-        self.device = trainer.strategy.root_device
-        self.engine: Any = getattr(trainer.strategy, "engine", None)
-        self.stack = ExitStack()
 
 
 class Captured:
@@ -301,13 +271,13 @@ class Part:
 
     Args:
         name: what it is called in messages.
-        fit: the fit.
+        fit: the :class:`~.runner.Runner`.
         owner: the object.
         method: the name of the method.
-        paying: number of replays after which a capture has paid.
-        remedy: what to do if its graphs go out of date again and again.
 
     Attributes:
+        paying: number of replays after which a capture has paid.
+        remedy: what to do if its graphs go out of date again and again.
         eager: the method that was replaced.
         problems: why this rank cannot capture it; empty again once all ranks know.
         is_eager: whether it runs eagerly from now on.
@@ -322,15 +292,13 @@ class Part:
 
     call: Callable[..., Any]
     drop: Callable[[], None]
+    paying, remedy = 1, _CHANGING
 
-    def __init__(
-        self, name: str, fit: Fit, owner: Any, method: str, paying: int = 1, remedy: str = _CHANGING
-    ) -> None:
+    def __init__(self, name: str, fit: Any, owner: Any, method: str) -> None:
         self.name, self.fit, self.problems = name, fit, list[str]()
         self.is_eager = False
         self.steps = self.replays = self.verified = self.recaptures = 0
         self.records: dict[Hashable, Record] = {}
-        self._paying, self._remedy = paying, remedy
         self._in_vain = self._replays_before = 0
         self._owner, self._method, self.eager = owner, method, getattr(owner, method)
         replacement = {method: wraps(self.eager)(_Replacement(self.call))}
@@ -352,7 +320,7 @@ class Part:
         If the captures do not pay, this is a problem of the ranks that know of changes.
         """
         self.drop()
-        has_paid = self.replays - self._replays_before >= self._paying
+        has_paid = self.replays - self._replays_before >= self.paying
         self._in_vain = 0 if has_paid else self._in_vain + 1
         self.recaptures, self._replays_before = self.recaptures + 1, self.replays
         for change in changes[:1]:
@@ -360,7 +328,7 @@ class Part:
             if self._in_vain > MOST_IN_VAIN:
                 self.problems.append(
                     f"Its graphs went out of date {self._in_vain} times, each time before they had"
-                    f" paid; the last time, {change} changed. {self._remedy}"
+                    f" paid; the last time, {change} changed. {self.remedy}"
                 )
 
 
@@ -369,7 +337,7 @@ class Program(Part):
 
     Args:
         name: what it is called in messages.
-        fit: the fit.
+        fit: the :class:`~.runner.Runner`.
         module: the module that is captured.
         method: the name of its method that is replaced.
 
@@ -385,9 +353,9 @@ class Program(Part):
     engine: Any = None
     has_own_pool = False
 
-    def __init__(self, name: str, fit: Fit, module: nn.Module, method: str) -> None:
-        super().__init__(name, fit, module, method, _PAYING_REPLAYS * fit.options.warmup)
-        self.module = module
+    def __init__(self, name: str, fit: Any, module: nn.Module, method: str) -> None:
+        super().__init__(name, fit, module, method)
+        self.module, self.paying = module, _PAYING_REPLAYS * fit.options.warmup
         self._fingerprint: Fingerprint | None = None
         self._unverified = 0  # replays since the last comparison
 

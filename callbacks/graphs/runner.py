@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ...strategies.collectives import Meeting, make_collectives
 from .fingerprint import names_read
 from .modules import CapturedModule, find_modules
 from .optimizer import CapturedOptimizer
-from .program import Fit, Part, Program, Record, signature
+from .program import Part, Program, Record, signature
 
 _OPTIONS = "offload", "activations", "debug", "reduce_once"  # of `zero3`, which rule graphs out
 _LEAST = torch.iinfo(torch.int64).min
@@ -31,10 +32,9 @@ class GraphCaptureError(RuntimeError):
 class Step(Program):
     """Replaces the module's ``training_step``."""
 
-    fit: Runner
     _last = -1
 
-    def __init__(self, fit: Runner) -> None:
+    def __init__(self, fit: Any) -> None:
         super().__init__("the training step", fit, fit.root, "training_step")
         self.engine = fit.engine
 
@@ -75,20 +75,28 @@ class Step(Program):
         return None if self.is_eager else record
 
 
-class Runner(Fit):
+class Runner:
     """Captures the parts of a training during a fit.
 
     Args:
-        arguments: those of `Fit`.
+        trainer: the trainer of the fit.
+        graphs: makes the graphs: `CudaGraphs` or `SoftwareGraphs`.
+        options: the `CUDAGraphStep`.
 
     Attributes:
+        root: the module that is trained.
+        device: the device of the training.
+        engine: the engine of `zero3`; None with other strategies.
+        stack: leaves everything as it was before the fit.
         parts: what is captured.
         step: the training step, if it is captured as a whole.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.parts = list[Part]()
+    def __init__(self, trainer: Trainer, graphs: Any, options: Any) -> None:
+        self.trainer, self.root = trainer, trainer.lightning_module
+        self.graphs, self.options, self.device = graphs, options, trainer.strategy.root_device
+        self.engine: Any = getattr(trainer.strategy, "engine", None)
+        self.stack, self.parts = ExitStack(), list[Part]()
         self.step: Step | None = None
         group = dist.group.WORLD if self.trainer.world_size > 1 else None
         self._communicator = (
