@@ -77,9 +77,7 @@ def first_difference(a: dict[str, Any], b: dict[str, Any], noisy: bool = False) 
         noisy: see :func:`same`.
     """
     for name in b | a:
-        x, y = a.get(name), b.get(name)
-        if (name in a) != (name in b):
-            return f"{name} is there in the {'eager step' if name in b else 'replay'} only"
+        x, y = a.get(name, "nothing"), b.get(name, "nothing")
         if isinstance(x, Tensor) and isinstance(y, Tensor):
             if same(x, y, noisy):
                 continue

@@ -176,18 +176,13 @@ class Fingerprint:
             # What is no plain value of the Trainer, as its callbacks, is not of the step.
             if is_constant(getattr(trainer, key)):
                 spots.append((f"trainer.{key}", partial(getattr, trainer, key)))
-        # What gets each value; the value, if only an assignment can change it; and its state.
-        self._spots: list[tuple[str, Callable[[], Any], Any, Any]] = []
         self._device = trainer.strategy.root_device
-        for name, get in spots:
-            state = state_of(value := get(), self._device)
-            is_fixed = is_constant(value) or state == (id(value), value)
-            self._spots.append((name, get, value if is_fixed else self, state))
+        self._spots = [(name, get, state_of(get(), self._device)) for name, get in spots]
 
     def changes(self) -> list[str]:
         """Return the names of what has changed since."""
         return [
             f"`{name}`"
-            for name, get, fixed, state in self._spots
-            if (value := get()) is not fixed and state_of(value, self._device) != state
+            for name, get, state in self._spots
+            if state_of(get(), self._device) != state
         ]

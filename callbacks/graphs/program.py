@@ -464,7 +464,7 @@ class Program(Part):
         loss are not there yet.
         """
         graphs, tape, before = record.graphs, LogTape(self.fit.root), self.snapshot()
-        problems = record.problems
+        problems = record.problems if graphs is None else self.problems
         record.looked += 1
         if any(tensor.requires_grad for tensor in tensors_in(inputs)):
             # Containers are made anew: what the program puts into one, its caller would not see.
@@ -510,9 +510,7 @@ class Program(Part):
                 problems.append(self._differs(change))
             self._unverified = 0
             self.verified += 1
-            self.problems += problems
         after.restore()
-        found = problems if graphs is None else self.problems
         # The hook is one of other tensors, as one output may be computed from another.
         output = apply_to_collection(output, Tensor, _alias)
         needing = [t.requires_grad for t in tensors_in(output)]
@@ -523,12 +521,12 @@ class Program(Part):
             record.given = [is_needing and next(now) is not None for is_needing in needing]
             passes.append(None)
             if len(passes) > 1:
-                found.append(
+                problems.append(
                     "It is differentiated twice, and a graph of its backward can be replayed only"
                     " once. Add up the losses, and run one backward."
                 )
             if graphs is not None and record.given != given:
-                found.append(self._differs("other outputs get gradients than before"))
+                problems.append(self._differs("other outputs get gradients than before"))
 
         if any(needing):
             tensors = [t for t in tensors_in(output) if t.requires_grad]

@@ -81,7 +81,7 @@ def test_the_first_difference_is_named():
         ({"a": True}, "a is 1 in the replay and True in the eager step"),
         ({"w": torch.ones(2)}, "w is up to 1 apart"),
         ({"w": torch.ones(3)}, r"w is a tensor of shape \[2\] in the replay and a tensor of shape"),
-        ({"other": None}, "other is there in the eager step only"),
+        ({"other": None}, "other is 'nothing' in the replay and None in the eager step"),
     ):
         assert re.fullmatch(f"{message}.*", first_difference(replayed, {**replayed, **change}))
 
