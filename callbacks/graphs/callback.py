@@ -60,7 +60,7 @@ class CUDAGraphStep(Callback):
     """
 
     _runner: Runner | None = None
-    # Set when training ends, for callbacks whose `on_train_end` runs after this one's.
+    # Of the last fit, for callbacks whose `on_train_end` runs after this one's.
     _input_nbytes = 0
 
     def __init__(
@@ -113,34 +113,25 @@ class CUDAGraphStep(Callback):
 
     @property
     def graph_input_nbytes(self) -> int:
-        """Bytes of the fixed memory that graphs read their inputs from.
-
-        The value stays until `on_train_end` is over for all callbacks.
-        """
+        """Bytes of the fixed memory that graphs read their inputs from, until training is over."""
         return self._input_nbytes if self._runner is None else self._runner.input_nbytes
 
     def memory_bytes(self) -> dict[str, int]:
-        """Return the bytes that graphs use: "pool" (reserved) and "inputs".
-
-        Both are 0 unless training runs.
-        """
-        if self._runner is None:
-            return {"pool": 0, "inputs": 0}
-        return self._runner.memory_bytes()
+        """Return the bytes that graphs use in a training: "pool" (reserved) and "inputs"."""
+        return {"pool": 0, "inputs": 0} if self._runner is None else self._runner.memory_bytes()
 
     def _uninstall(self) -> None:
         if self._runner is not None:
+            self._input_nbytes = self._runner.input_nbytes
             self._runner.uninstall()
-        self._runner, self._input_nbytes = None, 0
+            self._runner = None
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._runner is not None:
             self._runner.agree()
             rank_zero_info(self._runner.summary())
-            nbytes = self._runner.input_nbytes
             self._uninstall()
-            self._input_nbytes = nbytes
 
     @override
     def on_exception(
@@ -151,3 +142,4 @@ class CUDAGraphStep(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._uninstall()
+        self._input_nbytes = 0

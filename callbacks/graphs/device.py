@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...strategies.support import without_collection
-from .software_graph import OURS, ReportsWaits, SoftwareGraph, describe_line
+from .software_graph import OURS, ReportsWaits, SoftwareGraph, describe_wait
 
 _WAIT = "called a synchronizing CUDA operation"
 _PROTOTYPE = "Synchronization debug mode is a prototype"
@@ -126,14 +126,14 @@ class CudaGraphs:
         return [forward, CudaGraph(self.pools[-1], self._device, forward)]
 
     @contextmanager
-    def watch(self, waits: list[str]) -> Iterator[None]:
+    def watch(self, problems: list[str]) -> Iterator[None]:
         """Watch an eager forward or backward.
 
         Torch's sync debug mode reports waits, as a warning each; it does not see all. It reports
         those in a backward when the backward is over.
 
         Args:
-            waits: gets each line in which torch waits for the device.
+            problems: gets each line in which torch waits for the device.
         """
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as caught:
@@ -147,7 +147,7 @@ class CudaGraphs:
             if not str(each.message).startswith((_WAIT, _PROTOTYPE)):
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
             elif _WAIT in str(each.message) and not each.filename.startswith(OURS):
-                waits.append(describe_line(FrameSummary(each.filename, each.lineno, "")))
+                problems.append(describe_wait(FrameSummary(each.filename, each.lineno, "")))
 
     def pool_nbytes(self) -> int:
         """Return the reserved bytes of the pools; 0 if the allocator does not report them."""
@@ -175,9 +175,9 @@ class SoftwareGraphs:
         """See :meth:`CudaGraphs.make_pair`."""
         return [SoftwareGraph(self._communicator) for _ in range(2)]
 
-    def watch(self, waits: list[str]) -> AbstractContextManager[object]:
+    def watch(self, problems: list[str]) -> AbstractContextManager[object]:
         """See :meth:`CudaGraphs.watch`."""
-        return ReportsWaits(waits)
+        return ReportsWaits(problems)
 
     def pool_nbytes(self) -> int:
         """See :meth:`CudaGraphs.pool_nbytes`."""

@@ -309,11 +309,6 @@ class Part:
         """All graphs of a program."""
         return [record.graphs for record in self.records.values() if record.graphs is not None]
 
-    def stop(self) -> None:
-        """Run eagerly from now on."""
-        self.is_eager = True
-        self.drop()
-
     def recapture(self, changes: list[str]) -> None:
         """Free the graphs, which are out of date, on this rank because of ``changes``.
 
@@ -471,7 +466,7 @@ class Program(Part):
             inputs = apply_to_collection(inputs, Tensor, _alias)
         args, kwargs = inputs
         tensors, looks = tensors_in(inputs), self._look(inputs)
-        with self._watching(problems), tape.record():
+        with self.fit.graphs.watch(problems), tape.record():
             output = self.eager(*args, **kwargs)
         values, outputs = tape.values() | values_in(output, "the output"), tensors_in(output)
         tape.play()
@@ -482,7 +477,7 @@ class Program(Part):
         root_grads = [t.detach().cos() for t in roots]
         grads = dict[str, Tensor]()
         try:
-            with self._watching(problems), self.around_backward():
+            with self.fit.graphs.watch(problems), self.around_backward():
                 grads |= self.differentiate(roots, root_grads, sources, True) if roots else {}
         except RuntimeError as error:
             problems.append(
@@ -547,18 +542,6 @@ class Program(Part):
         with torch._C.DisableTorchFunctionSubclass():
             found["writes to parameters"] = [p._version for p in self.module.parameters()]
         return found
-
-    @contextmanager
-    def _watching(self, problems: list[str]) -> Iterator[None]:
-        waits = list[str]()
-        with self.fit.graphs.watch(waits):
-            yield
-        for wait in dict.fromkeys(waits):
-            problems.append(
-                f"{wait} needs a value, or a size that depends on values, on the host: nobody has"
-                " computed it when the graph is captured. Keep it on the device (`torch.where` for"
-                " `if` and for masks; log the tensor)."
-            )
 
     def changes(self) -> list[str]:
         """Return what has changed since the last capture."""

@@ -174,7 +174,8 @@ class Runner:
         for part, has_problems in zip(parts, columns[len(numbers) :], strict=True):
             if any(has_problems):
                 problems, part.problems = part.problems, []
-                part.stop()
+                part.is_eager = True
+                part.drop()
                 self._report(part.name, problems)
         return columns[: len(numbers)]
 
