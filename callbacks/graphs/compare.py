@@ -20,10 +20,7 @@ _CONSTANTS = (int, float, complex, str, bytes, type(None), Enum, torch.dtype, to
 
 
 def is_constant(value: Any) -> bool:
-    """Return whether its ``repr`` distinguishes ``value`` from other values.
-
-    It tells ``True`` from ``1``, and ``0.0`` from ``-0.0``; NaN is NaN.
-    """
+    """Return whether its ``repr`` distinguishes ``value`` from others, as ``True`` from ``1``."""
     return isinstance(value, _CONSTANTS)
 
 
@@ -53,10 +50,7 @@ def values_in(tree: Any, name: str) -> dict[str, Any]:
 def same(a: Tensor, b: Tensor, noisy: bool = False) -> bool:
     """Return whether two tensors have equal values; NaN is NaN, and ``0.0`` is ``-0.0``.
 
-    Args:
-        a: a tensor.
-        b: another one.
-        noisy: whether the kernels give other bits each time: half of the digits must be the same.
+    If kernels are ``noisy``, they give other bits each time: half of the digits must be the same.
     """
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
@@ -69,13 +63,7 @@ def same(a: Tensor, b: Tensor, noisy: bool = False) -> bool:
 
 
 def first_difference(a: dict[str, Any], b: dict[str, Any], noisy: bool = False) -> str | None:
-    """Return in words the first value in which a replay and an eager run differ, or None.
-
-    Args:
-        a: tensors, constants and other objects of the replay by name.
-        b: those of the eager run.
-        noisy: see :func:`same`.
-    """
+    """Return in words the first value in which a replay ``a`` and an eager run ``b`` differ."""
     for name in b | a:
         x, y = a.get(name, "nothing"), b.get(name, "nothing")
         if isinstance(x, Tensor) and isinstance(y, Tensor):
@@ -96,12 +84,8 @@ def _text(value: Any) -> str:
 
 
 class States:
-    """Copies of what a program changes in place: tensors, random states, gradients of `zero3`.
-
-    Args:
-        tensors: the tensors, by name.
-        engine: the engine to whose gradients the program adds, of which this rank's parts are
-            copied, beside the units whose backward is to come.
+    """Copies of what a program changes in place: tensors, random states and, of the engine to whose
+    gradients it adds, this rank's parts of these, beside the units whose backward is to come.
 
     Attributes:
         values: the copies, by a name for messages.
@@ -154,9 +138,6 @@ class LogTape:
     Inside of a capture, ``self.log`` would add a value to Lightning's sums (`_ResultMetric`) only
     once, and each replay would add to the sums of that time: the mean of the epoch would be wrong.
     So the calls are recorded instead, and made after each replay.
-
-    Args:
-        module: the module that logs.
     """
 
     def __init__(self, module: LightningModule) -> None:

@@ -23,17 +23,13 @@ _PROTOTYPE = "Synchronization debug mode is a prototype"
 
 
 class CudaGraph:
-    """A `torch.cuda.CUDAGraph` in a memory pool, captured in the current stream.
+    """A `torch.cuda.CUDAGraph` in a memory pool, captured in the current stream: of a forward, or of
+    the backward of ``forward``.
 
     Kernels in it count their random numbers from where the generator is at a replay, and so do the
     states that activation checkpoints save and restore in a capture, as torch allows since 2.10.
     Those that a forward saves must mean the same in its backward. So a backward is captured from
     where its forward ended, and replayed from where that began.
-
-    Args:
-        pool: the handle of the pool.
-        device: the device whose default generator the program may use.
-        forward: the graph of the forward, if this is that of its backward.
     """
 
     _last_state: Tensor
@@ -114,11 +110,9 @@ class CudaGraphs:
         outer.wait_stream(stream)
 
     def make_pair(self, own_pool: bool = False) -> list[CudaGraph]:
-        """Return new graphs for a forward and for its backward.
-
-        Args:
-            own_pool: use another pool than other graphs. Those of one pool overwrite each other's
-                memory unless they are replayed in the order of their captures.
+        """Return new graphs for a forward and for its backward, in a pool of their own if need be:
+        those of one pool overwrite each other's memory unless they are replayed in the order of
+        their captures.
         """
         if own_pool or not self.pools:
             self.pools.append(torch.cuda.graph_pool_handle())
@@ -127,13 +121,10 @@ class CudaGraphs:
 
     @contextmanager
     def watch(self, problems: list[str]) -> Iterator[None]:
-        """Watch an eager forward or backward.
+        """Add to ``problems`` each line of an eager forward or backward that waits for the device.
 
         Torch's sync debug mode reports waits, as a warning each; it does not see all. It reports
         those in a backward when the backward is over.
-
-        Args:
-            problems: gets each line in which torch waits for the device.
         """
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as caught:
@@ -158,10 +149,8 @@ class CudaGraphs:
 
 
 class SoftwareGraphs:
-    """Makes graphs on the CPU, for tests and examples: there is one stream, and no pool.
-
-    Args:
-        engine: the engine of `zero3`, if there is one, whose exchanges are recorded.
+    """Makes graphs on the CPU, for tests and examples: there is one stream, and no pool. The
+    exchanges of `zero3`'s engine, if there is one, are recorded.
     """
 
     def __init__(self, engine: Any) -> None:

@@ -34,11 +34,6 @@ def state_of(value: Any, device: torch.device, depth: int = 2) -> Any:
     It is the value of a constant; the identity, address and ``requires_grad`` of a tensor; the
     state of a generator; and the contents of a short list or dict, a namespace or a dataclass. Of
     any other object it is the identity, beside the object, so that no other one gets its address.
-
-    Args:
-        value: the value of the attribute.
-        device: where graphs are replayed; see :func:`value_of`.
-        depth: of lists, dicts and namespaces inside of each other that are looked into.
     """
     if isinstance(value, dict) and not value:  # most are hooks
         return dict
@@ -111,10 +106,8 @@ Spot = tuple[str, Callable[[], Any]]  # the name of a value, and what gets it
 def attributes_of(root: nn.Module, method: str | None = None) -> Iterator[Spot]:
     """Yield what may change in ``root`` and in the modules inside it.
 
-    Args:
-        root: a module.
-        method: yield hooks, weights, hyper-parameters and the attributes that this method of
-            ``root``, or the ``forward`` of a module, mentions. None: yield all attributes.
+    These are all attributes; or hooks, weights, hyper-parameters and the attributes that a
+    ``method`` of ``root``, or the ``forward`` of a module, mentions.
     """
     for path, module in root.named_modules():
         if method is None:
@@ -160,12 +153,8 @@ class Fingerprint:
     """Tells when graphs of a module are out of date.
 
     It knows modules, their hooks and weights, and of the attributes those that the program
-    mentions: of modules, with their hyper-parameters, and of the Trainer.
-
-    Args:
-        trainer: the trainer of the run.
-        module: the module whose step or call was captured.
-        method: the method that was captured; of modules inside it is ``forward``.
+    mentions: of modules, with their hyper-parameters, and of the Trainer. The program is a method
+    of ``module``, and the ``forward`` of the modules inside it.
     """
 
     def __init__(self, trainer: Trainer, module: nn.Module, method: str) -> None:

@@ -27,10 +27,6 @@ class CapturedOptimizer(Part):
     The closure and the step hooks run as ever. Learning rates may be tensors, which schedulers
     write into. If any other setting of the param groups changes, or other tensors replace those of
     the optimizer's state, the update runs eagerly, and is captured anew after that.
-
-    Args:
-        optimizer: the optimizer.
-        fit: the :class:`~.runner.Runner`.
     """
 
     remedy = _REMEDY

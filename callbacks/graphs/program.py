@@ -37,11 +37,6 @@ _CHANGING = (
 class Captured:
     """Two graphs of a program, for inputs of one signature, in memory of their own.
 
-    Args:
-        program: the program.
-        record: the runs with such inputs.
-        inputs: the arguments, and those by name.
-
     Attributes:
         given: for each output, whether the backward gets a gradient of it.
         sources: the static inputs and parameters that get gradients, by name.
@@ -85,11 +80,7 @@ class Captured:
 
     @contextmanager
     def _capturing(self, part: int) -> Iterator[None]:
-        """Capture the forward, 0, or the backward, 1; an error names it.
-
-        Raises:
-            RuntimeError: replaces a `RuntimeError` of the body, after which CUDA cannot go on.
-        """
+        """Capture the forward, 0, or the backward, 1; an error, which ends the run, names it."""
         with self._in_replay(part):
             try:
                 with self._pair[part].capture(), self._in_capture(part):
@@ -141,12 +132,8 @@ class Captured:
     def compare(
         self, before: States, root_grads: Sequence[Tensor], expected: dict[str, Any]
     ) -> str | None:
-        """Replay an eager run; return in words the first difference, or None.
-
-        Args:
-            before: the state before that run.
-            root_grads: the gradients that its backward began with.
-            expected: its results.
+        """Replay an eager run from the state before it; return in words the first difference of
+        its results, or None.
         """
         if [each.shape for each in root_grads] != [each.shape for each in self._root_grads]:
             return "there are other outputs, or outputs of other shapes, that need gradients"
@@ -269,13 +256,9 @@ class Part:
 
     It replaces a method of an object during a fit.
 
-    Args:
+    Attributes:
         name: what it is called in messages.
         fit: the :class:`~.runner.Runner`.
-        owner: the object.
-        method: the name of the method.
-
-    Attributes:
         paying: number of replays after which a capture has paid.
         remedy: what to do if its graphs go out of date again and again.
         eager: the method that was replaced.
@@ -286,12 +269,10 @@ class Part:
         replays: number of replays.
         verified: number of replays that were compared with eager runs.
         recaptures: number of times that its graphs went out of date.
-        call: takes the place of the method.
-        drop: frees the graphs.
     """
 
-    call: Callable[..., Any]
-    drop: Callable[[], None]
+    call: Callable[..., Any]  # takes the place of the method
+    drop: Callable[[], None]  # frees the graphs
     paying, remedy = 1, _CHANGING
 
     def __init__(self, name: str, fit: Any, owner: Any, method: str) -> None:
@@ -330,14 +311,8 @@ class Part:
 class Program(Part):
     """The graphs of a step or of a module for all signatures of its inputs.
 
-    Args:
-        name: what it is called in messages.
-        fit: the :class:`~.runner.Runner`.
-        module: the module that is captured.
-        method: the name of its method that is replaced.
-
     Attributes:
-        module: the module.
+        module: the module that is captured.
         engine: the engine of `zero3`, if the program adds to its gradients.
         has_own_pool: whether other graphs may be replayed between a forward and its backward.
         decide: returns the record of some inputs, which says how to run; None: eagerly, and not

@@ -133,12 +133,9 @@ class Runner:
         self.stack.close()
 
     def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the ``numbers`` of each rank, in rank order.
+        """Return the ``numbers`` of each rank, in rank order; equally many, above the least int64.
 
         The exchange runs on the host and waits for no device.
-
-        Args:
-            numbers: an equal count on each rank, each above the least int64.
 
         Raises:
             DivergenceError: another rank of `zero3` has come to another exchange.
@@ -157,11 +154,7 @@ class Runner:
     def agree(self, numbers: Sequence[int] = ()) -> list[tuple[int, ...]]:
         """Stop capturing on all ranks what one rank cannot capture; collective.
 
-        Args:
-            numbers: an equal count on each rank.
-
-        Returns:
-            For each of ``numbers`` those of all ranks.
+        Return for each of ``numbers``, of which each rank has equally many, those of all ranks.
 
         Raises:
             GraphCaptureError: with ``strict``, on all ranks, if there is something to stop.
@@ -220,12 +213,7 @@ class Runner:
 
 
 def check_run(trainer: Trainer, is_step: bool) -> list[str]:
-    """Return what is known before the first step to rule out captures.
-
-    Args:
-        trainer: the trainer of the run.
-        is_step: whether the whole step is captured, and not single modules.
-    """
+    """Return what is known before the first step to rule out captures of it, or of modules."""
     strategy, module = trainer.strategy, trainer.lightning_module
     is_zero3 = getattr(strategy, "strategy_name", "") == "zero3"
     settings = [os.environ.get(f"PYTORCH_{n}_CONF", "") for n in ("CUDA_ALLOC", "ALLOC")]

@@ -52,11 +52,8 @@ class SoftwareGraph:
     error. Random operations draw new numbers in each replay, with random states saved and set as in
     the capture. The graph records the operations of the calling thread and of backward passes that
     this thread runs on the CPU. It also repeats collectives (of `DistributedDataParallel`, say),
-    and waits for each to end.
-
-    Args:
-        communicator: the communicator of `zero3`'s engine, if there is one. Its exchanges are
-            recorded; unlike other operations they happen in the capture too.
+    and waits for each to end. The exchanges of a communicator, that of `zero3`'s engine, happen in
+    the capture too, unlike other operations.
     """
 
     def __init__(self, communicator: LocalCollectives | None = None) -> None:
