@@ -69,8 +69,9 @@ def first_difference(a: dict[str, Any], b: dict[str, Any], noisy: bool = False) 
         if isinstance(x, Tensor) and isinstance(y, Tensor):
             if same(x, y, noisy):
                 continue
-            if x.shape == y.shape and x.numel() > 1 and not x.is_complex():
-                return f"{name} is up to {(x.double() - y.double()).abs().max().item():.3g} apart"
+            if x.shape == y.shape and x.numel() > 1:
+                apart = (x.to(torch.complex128) - y.to(torch.complex128)).abs().max().item()
+                return f"{name} is up to {apart:.3g} apart"
         elif x is y or (is_constant(x) and repr(x) == repr(y)):
             continue
         return f"{name} is {_text(x)} in the replay and {_text(y)} in the eager step"

@@ -23,8 +23,8 @@ _PROTOTYPE = "Synchronization debug mode is a prototype"
 
 
 class CudaGraph:
-    """A `torch.cuda.CUDAGraph` in a memory pool, captured in the current stream: of a forward, or of
-    the backward of ``forward``.
+    """A `torch.cuda.CUDAGraph` in a memory pool, captured in the current stream: a forward, or the
+    backward of ``forward``.
 
     Kernels in it count their random numbers from where the generator is at a replay, and so do the
     states that activation checkpoints save and restore in a capture, as torch allows since 2.10.

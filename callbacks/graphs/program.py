@@ -40,6 +40,7 @@ class Captured:
     Attributes:
         given: for each output, whether the backward gets a gradient of it.
         sources: the static inputs and parameters that get gradients, by name.
+        others: of these the parameters outside of the module.
         user: autograd's node of the last replay, until it has died.
     """
 
@@ -70,11 +71,12 @@ class Captured:
         self._root_grads = [torch.zeros_like(t, requires_grad=False) for t in roots]
         # The gradients of parameters outside of the module are compared with nothing: in an eager
         # run the inputs may depend on these, too.
-        self._own = program.sources(self._inputs)
-        sources = program.others() | self._own
+        self._own, others = program.sources(self._inputs), program.others()
+        sources = others | self._own
         with program.around_backward(), self._capturing(1):
             self._grads = program.differentiate(roots, self._root_grads, sources, keep=False)
         self.sources = {name: sources[name] for name in self._grads}
+        self.others = {name: others[name] for name in self._grads.keys() & others}
         state.restore()
         self.output = apply_to_collection(output, Tensor, Tensor.detach)
 
@@ -422,7 +424,8 @@ class Program(Part):
             # The capture is this run in Python, so that what the program counts in Python is what
             # it counts in an eager run.
             record.graphs, record.looked = Captured(self, record, inputs), 0
-            self._fingerprint = Fingerprint(self.fit.trainer, self.module, self._method)
+            others = record.graphs.others
+            self._fingerprint = Fingerprint(self.fit.trainer, self.module, self._method, others)
         self.replays += 1
         self._unverified += 1
         return record.graphs.replay(inputs)

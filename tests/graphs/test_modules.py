@@ -169,6 +169,14 @@ class Counting(CUDAGraphStep):
         assert not any("forward" in vars(module) for module in pl_module.modules())
 
 
+class MovesWeight(Callback):
+    """Of the layer whose weight a captured module computes with."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 9:
+            pl_module.net[4].weight.data = pl_module.net[4].weight.data * 0.5
+
+
 class LessDropout(Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == 5:
@@ -403,6 +411,13 @@ def test_one_module_that_cannot_be_captured_leaves_the_others():
         mine = fit(HasLooksBack(), callback, Frees())
     assert_same_run(mine, reference)
     assert callback.replays["net"] == 0 and callback.replays["head"] > 10
+
+
+def test_a_weight_of_another_module_that_moves_leads_to_a_new_capture():
+    callback = Counting(software=True, strict=True, modules=["head"])
+    mine = fit(Tied(), MovesWeight(), callback, max_epochs=3)
+    assert callback.replays["head"] >= 10 and callback.recaptures == 1
+    assert_same_run(mine, fit(Tied(), MovesWeight(), max_epochs=3))
 
 
 class InPlace(Net):
