@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from traceback import FrameSummary
 from typing import Any
 
@@ -153,20 +153,14 @@ class SoftwareGraphs:
     exchanges of `zero3`'s engine, if there is one, are recorded.
     """
 
+    in_stream, watch = nullcontext, ReportsWaits
+
     def __init__(self, engine: Any) -> None:
         self._communicator, self.pools = getattr(engine, "collectives", None), list[Any]()
-
-    def in_stream(self) -> AbstractContextManager[None]:
-        """See :meth:`CudaGraphs.in_stream`."""
-        return nullcontext()
 
     def make_pair(self, own_pool: bool = False) -> list[SoftwareGraph]:
         """See :meth:`CudaGraphs.make_pair`."""
         return [SoftwareGraph(self._communicator) for _ in range(2)]
-
-    def watch(self, problems: list[str]) -> AbstractContextManager[object]:
-        """See :meth:`CudaGraphs.watch`."""
-        return ReportsWaits(problems)
 
     def pool_nbytes(self) -> int:
         """See :meth:`CudaGraphs.pool_nbytes`."""

@@ -35,8 +35,8 @@ def state_of(value: Any, device: torch.device, depth: int = 2) -> Any:
     state of a generator; and the contents of a short list or dict, a namespace or a dataclass. Of
     any other object it is the identity, beside the object, so that no other one gets its address.
     """
-    if isinstance(value, dict) and not value:  # most are hooks
-        return dict
+    if value is None or (isinstance(value, dict) and not value):  # as most attributes and hooks
+        return type(value)
     if is_constant(value):
         return repr(value)
     if isinstance(value, Tensor):
