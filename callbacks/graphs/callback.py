@@ -24,52 +24,15 @@ class CUDAGraphStep(Callback):
     **Capture, then compare.** The first `warmup` micro-batches of a shape run eagerly, the next one
     is captured. The `verify` after it, and the first of each shape in each epoch, run eagerly, with
     a replay beside them from the same random states; training goes on with the eager numbers. Loss,
-    outputs, logged values, gradients, buffers and random states must be the same, bit by bit (if
-    two replays of the same differ, because kernels add up in any order, half of the digits). The
-    first difference is named, and the step runs eagerly from there on. A shape that comes once an
-    epoch, such as a ragged last batch, is never captured.
+    outputs, logged values, gradients, buffers and random states must be the same, bit by bit. The
+    first difference is named, and the step runs eagerly from there on. So does a step that does
+    what a replay would leave undone. Another layer, mode or number that the step computes with
+    leads to a new capture. The how-to "CUDA graphs" says what is refused, what leads to a new
+    capture, what is seen late or not at all, and what memory the comparison takes.
 
-    All these eager micro-batches run their backward twice, the first time with a gradient that is
-    made up, for the comparison: a gradient of 16-mixed that needs the loss scale may be zero in it.
-    What a backward hook does to a number outside of the module, it does twice then. They take
-    memory for their activations beside the graphs' pool, until both are over, and for copies of
-    gradients, of buffers and of all other tensors that the module keeps. A line at the end of the
-    fit says how many were verified. The graph of an optimizer's update is never compared.
-
-    **Refused in the first eager steps**, with the reason, is what a replay would leave undone: a
-    wait for a value, an attribute that the step assigns or extends (a generator's state, too),
-    printing, use of ``self.logger``, an update of a metric, what is logged or returned in some
-    steps only, writing to parameters or to the batch, a second backward of the same outputs; and,
-    but for `zero3`, a hook of a parameter (``register_hook``) and a re-entrant checkpoint. The
-    comparison finds a number that is logged or returned and changes from step to step, and random
-    numbers of Python or numpy.
-
-    **Changes.** Before each replay the callback compares weights, hooks of modules, modes and the
-    attributes of modules and of the Trainer that the code of the step mentions, with their numbers,
-    texts, flags, lists and namespaces. On a GPU the values of a tensor on the CPU are numbers, too
-    (of more than 64, whether torch has written into them). A change leads to a new capture; what
-    changes in every step keeps the step eager, and is named.
-
-    **Seen late, or not.** Any other value that changes within an epoch, when the step is no longer
-    verified, is found at the next epoch's first micro-batch, and replays since the change have
-    computed with the old value: a number in a global, in a closure, in an object other than a
-    namespace or dataclass; in a list or dict of more than 64 items; an object in a batch that
-    prints the same and holds something else; a branch that some values of `batch_idx` take; a
-    setting of torch (precision, determinism) or of an optimizer, a hook of all modules, a `forward`
-    that is replaced on the object. What a step does to objects outside of its module (appends to a
-    global list, writes a file) is not repeated by replays, and not seen.
-
-    **Repetitions.** Where ``training_step`` runs again for the same micro-batch, as LBFGS makes it,
-    or in a validation, it runs eagerly.
-
-    **Hooks.** Forward hooks may compute with tensors; everything else in them happens only in eager
-    steps.
-
-    **Strategies.** The callback works on a single device; with `zero3`, whose all-gathers and
-    reductions are captured too; and with `ddp`, whatever its options: a replay computes gradients,
-    which `ddp` reduces after it. Ranks decide together, by one small exchange between hosts for
-    each micro-batch: a step, an optimizer's update or a module that one rank cannot capture runs
-    eagerly on all.
+    The callback works on a single device; with `zero3`, whose all-gathers and reductions are
+    captured too; and with `ddp`, whatever its options, which reduces the gradients after a replay.
+    Ranks decide together: what one of them cannot capture runs eagerly on all.
 
     Args:
         warmup: eager steps before the capture of a shape, at least 2.
@@ -81,17 +44,14 @@ class CUDAGraphStep(Callback):
             made with ``capturable=True`` (or ``fused=True``, where it has no such option). A
             learning rate that changes must be a tensor on the device, which schedulers write into
             as ever.
-            Clipping, loss scaling and schedulers run eagerly; a fused optimizer that takes the loss
-            scale of 16-mixed is left eager.
+            A fused optimizer that takes the loss scale of 16-mixed is left eager.
         modules: capture only these modules, by patterns of their names
             (``["encoder", "blocks.*"]``), for a model whose step cannot be captured as a whole. The
             rest of the step is free, manual optimization included. If a module runs several times
             before a backward, its first run is replayed; in a validation it runs eagerly. Other
             outputs that get gradients than in its eager runs are an error, and so are a second
             backward and a weight that is written before the backward.
-            Such modules exchange nothing inside, so each rank captures the shapes of its own
-            inputs. `zero3` on several ranks is refused. A module that cannot be captured is
-            reported before the next micro-batch.
+            Each rank captures the shapes of its own inputs. `zero3` on several ranks is refused.
         software: on a machine without CUDA, replay a slow software graph (for tests and examples)
             instead of training eagerly.
 
@@ -100,7 +60,7 @@ class CUDAGraphStep(Callback):
     """
 
     _runner: Runner | None = None
-    # Set when training ends, for callbacks whose `on_train_end` runs after this one's.
+    # Of the last fit, for callbacks whose `on_train_end` runs after this one's.
     _input_nbytes = 0
 
     def __init__(
@@ -141,7 +101,7 @@ class CUDAGraphStep(Callback):
             return
         software = SoftwareGraphs(getattr(trainer.strategy, "engine", None))
         graphs = CudaGraphs(device) if device.type == "cuda" else software
-        self._runner = Runner(trainer, pl_module, graphs, self)
+        self._runner = Runner(trainer, graphs, self)
         self._runner.install()
 
     @override
@@ -153,34 +113,25 @@ class CUDAGraphStep(Callback):
 
     @property
     def graph_input_nbytes(self) -> int:
-        """Bytes of the fixed memory that graphs read their inputs from.
-
-        The value stays until `on_train_end` is over for all callbacks.
-        """
+        """Bytes of the fixed memory that graphs read their inputs from, until training is over."""
         return self._input_nbytes if self._runner is None else self._runner.input_nbytes
 
     def memory_bytes(self) -> dict[str, int]:
-        """Return the bytes that graphs use: "pool" (reserved) and "inputs".
-
-        Both are 0 unless training runs.
-        """
-        if self._runner is None:
-            return {"pool": 0, "inputs": 0}
-        return self._runner.memory_bytes()
+        """Return the bytes that graphs use in a training: "pool" (reserved) and "inputs"."""
+        return {"pool": 0, "inputs": 0} if self._runner is None else self._runner.memory_bytes()
 
     def _uninstall(self) -> None:
         if self._runner is not None:
+            self._input_nbytes = self._runner.input_nbytes
             self._runner.uninstall()
-        self._runner, self._input_nbytes = None, 0
+            self._runner = None
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._runner is not None:
             self._runner.agree()
             rank_zero_info(self._runner.summary())
-            nbytes = self._runner.input_nbytes
             self._uninstall()
-            self._input_nbytes = nbytes
 
     @override
     def on_exception(
@@ -191,3 +142,4 @@ class CUDAGraphStep(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._uninstall()
+        self._input_nbytes = 0

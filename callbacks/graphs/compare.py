@@ -20,10 +20,7 @@ _CONSTANTS = (int, float, complex, str, bytes, type(None), Enum, torch.dtype, to
 
 
 def is_constant(value: Any) -> bool:
-    """Return whether its ``repr`` distinguishes ``value`` from other values.
-
-    It tells ``True`` from ``1``, and ``0.0`` from ``-0.0``; NaN is NaN.
-    """
+    """Return whether its ``repr`` distinguishes ``value`` from others, as ``True`` from ``1``."""
     return isinstance(value, _CONSTANTS)
 
 
@@ -53,10 +50,7 @@ def values_in(tree: Any, name: str) -> dict[str, Any]:
 def same(a: Tensor, b: Tensor, noisy: bool = False) -> bool:
     """Return whether two tensors have equal values; NaN is NaN, and ``0.0`` is ``-0.0``.
 
-    Args:
-        a: a tensor.
-        b: another one.
-        noisy: whether the kernels give other bits each time: half of the digits must be the same.
+    If kernels are ``noisy``, they give other bits each time: half of the digits must be the same.
     """
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
@@ -69,22 +63,15 @@ def same(a: Tensor, b: Tensor, noisy: bool = False) -> bool:
 
 
 def first_difference(a: dict[str, Any], b: dict[str, Any], noisy: bool = False) -> str | None:
-    """Return in words the first value in which a replay and an eager run differ, or None.
-
-    Args:
-        a: tensors, constants and other objects of the replay by name.
-        b: those of the eager run.
-        noisy: see :func:`same`.
-    """
+    """Return in words the first value in which a replay ``a`` and an eager run ``b`` differ."""
     for name in b | a:
-        x, y = a.get(name), b.get(name)
-        if (name in a) != (name in b):
-            return f"{name} is there in the {'eager step' if name in b else 'replay'} only"
+        x, y = a.get(name, "nothing"), b.get(name, "nothing")
         if isinstance(x, Tensor) and isinstance(y, Tensor):
             if same(x, y, noisy):
                 continue
-            if x.shape == y.shape and x.numel() > 1 and not x.is_complex():
-                return f"{name} is up to {(x.double() - y.double()).abs().max().item():.3g} apart"
+            if x.shape == y.shape and x.numel() > 1:
+                apart = (x.to(torch.complex128) - y.to(torch.complex128)).abs().max().item()
+                return f"{name} is up to {apart:.3g} apart"
         elif x is y or (is_constant(x) and repr(x) == repr(y)):
             continue
         return f"{name} is {_text(x)} in the replay and {_text(y)} in the eager step"
@@ -98,12 +85,8 @@ def _text(value: Any) -> str:
 
 
 class States:
-    """Copies of what a program changes in place: tensors, random states, gradients of `zero3`.
-
-    Args:
-        tensors: the tensors, by name.
-        engine: the engine to whose gradients the program adds, of which this rank's parts are
-            copied, beside the units whose backward is to come.
+    """Copies of what a program changes in place: tensors, random states and, of the engine to whose
+    gradients it adds, this rank's parts of these, beside the units whose backward is to come.
 
     Attributes:
         values: the copies, by a name for messages.
@@ -156,9 +139,6 @@ class LogTape:
     Inside of a capture, ``self.log`` would add a value to Lightning's sums (`_ResultMetric`) only
     once, and each replay would add to the sums of that time: the mean of the epoch would be wrong.
     So the calls are recorded instead, and made after each replay.
-
-    Args:
-        module: the module that logs.
     """
 
     def __init__(self, module: LightningModule) -> None:

@@ -8,34 +8,36 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from traceback import FrameSummary
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...strategies.support import without_collection
-from .random_states import CapturedRandomStates, note_offsets
-from .software_graph import OURS, ReportsWaits, SoftwareGraph, describe_line
+from .software_graph import OURS, ReportsWaits, SoftwareGraph, describe_wait
 
 _WAIT = "called a synchronizing CUDA operation"
 _PROTOTYPE = "Synchronization debug mode is a prototype"
 
 
 class CudaGraph:
-    """A `torch.cuda.CUDAGraph` in a memory pool, captured in the current stream.
+    """A `torch.cuda.CUDAGraph` in a memory pool, captured in the current stream: a forward, or the
+    backward of ``forward``.
 
-    Args:
-        pool: the handle of the pool.
-        states: random states that the program saves and sets.
-        is_backward: whether the program is the backward, which sets them.
+    Kernels in it count their random numbers from where the generator is at a replay, and so do the
+    states that activation checkpoints save and restore in a capture, as torch allows since 2.10.
+    Those that a forward saves must mean the same in its backward. So a backward is captured from
+    where its forward ended, and replayed from where that began.
     """
 
-    def __init__(self, pool: Any, states: CapturedRandomStates, is_backward: bool) -> None:
-        self._graph, self._pool = torch.cuda.CUDAGraph(), pool
-        self._states, self._is_backward = states, is_backward
-        for state in states.states if is_backward else ():
-            self._graph.register_generator_state(state)
+    _last_state: Tensor
+    _start = _end = 0  # of the last replay: the generator's offset
+
+    def __init__(self, pool: Any, device: torch.device, forward: CudaGraph | None = None) -> None:
+        self._graph, self._pool, self._forward = torch.cuda.CUDAGraph(), pool, forward
+        self._generator = torch.cuda.default_generators[device.index or 0]
         self.reset = self._graph.reset
 
     @contextmanager
@@ -53,8 +55,11 @@ class CudaGraph:
             self._graph, self._pool, torch.cuda.current_stream(), "thread_local"
         )
         try:
-            with without_collection(), capture, self._states.track_calls(self._is_backward):
+            with without_collection(), capture:
+                if self._forward is not None:
+                    self._generator.set_state(self._forward._last_state)
                 yield
+                self._last_state = self._generator.get_state()
         except BaseException:
             self.reset()
             raise
@@ -63,8 +68,18 @@ class CudaGraph:
 
     def replay(self) -> None:
         """Do the recorded work."""
-        self._states.begin(self._is_backward)
+        generator, forward = self._generator, self._forward
+        self._start = generator.get_offset()
+        if forward is not None and forward._start == forward._end:
+            # hazard: to set an offset makes cuDNN begin its own random states anew. Not if no
+            # numbers were drawn.
+            forward = None
+        if forward is not None:
+            generator.set_offset(forward._start)
         self._graph.replay()
+        self._end = generator.get_offset()
+        if forward is not None:  # other programs may have drawn numbers between it and this
+            generator.set_offset(self._start + self._end - forward._end)
 
 
 class CudaGraphs:
@@ -94,32 +109,25 @@ class CudaGraphs:
         # hazard: the last step may still write tensors that later kernels read.
         outer.wait_stream(stream)
 
-    def make_pair(self, offsets: list[int], own_pool: bool = False) -> list[CudaGraph]:
-        """Return new graphs for a forward and for its backward.
-
-        Args:
-            offsets: see :func:`~.random_states.note_offsets`.
-            own_pool: use another pool than other graphs. Those of one pool overwrite each other's
-                memory unless they are replayed in the order of their captures.
+    def make_pair(self, own_pool: bool = False) -> list[CudaGraph]:
+        """Return new graphs for a forward and for its backward, in a pool of their own if need be:
+        those of one pool overwrite each other's memory unless they are replayed in the order of
+        their captures.
         """
         if own_pool or not self.pools:
             self.pools.append(torch.cuda.graph_pool_handle())
-        pool, states = self.pools[-1], CapturedRandomStates(self._device, offsets)
-        return [CudaGraph(pool, states, is_backward) for is_backward in (False, True)]
+        forward = CudaGraph(self.pools[-1], self._device)
+        return [forward, CudaGraph(self.pools[-1], self._device, forward)]
 
     @contextmanager
-    def watch(self, waits: list[str], offsets: list[int]) -> Iterator[None]:
-        """Watch an eager forward or backward.
+    def watch(self, problems: list[str]) -> Iterator[None]:
+        """Add to ``problems`` each line of an eager forward or backward that waits for the device.
 
         Torch's sync debug mode reports waits, as a warning each; it does not see all. It reports
         those in a backward when the backward is over.
-
-        Args:
-            waits: gets each line in which torch waits for the device.
-            offsets: see :func:`~.random_states.note_offsets`.
         """
         before = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(record=True) as caught, note_offsets(offsets):
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
@@ -130,7 +138,7 @@ class CudaGraphs:
             if not str(each.message).startswith((_WAIT, _PROTOTYPE)):
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
             elif _WAIT in str(each.message) and not each.filename.startswith(OURS):
-                waits.append(describe_line(FrameSummary(each.filename, each.lineno, "")))
+                problems.append(describe_wait(FrameSummary(each.filename, each.lineno, "")))
 
     def pool_nbytes(self) -> int:
         """Return the reserved bytes of the pools; 0 if the allocator does not report them."""
@@ -141,26 +149,18 @@ class CudaGraphs:
 
 
 class SoftwareGraphs:
-    """Makes graphs on the CPU, for tests and examples: there is one stream, and no pool.
-
-    Args:
-        engine: the engine of `zero3`, if there is one, whose exchanges are recorded.
+    """Makes graphs on the CPU, for tests and examples: there is one stream, and no pool. The
+    exchanges of `zero3`'s engine, if there is one, are recorded.
     """
+
+    in_stream, watch = nullcontext, ReportsWaits
 
     def __init__(self, engine: Any) -> None:
         self._communicator, self.pools = getattr(engine, "collectives", None), list[Any]()
 
-    def in_stream(self) -> AbstractContextManager[None]:
-        """See :meth:`CudaGraphs.in_stream`."""
-        return nullcontext()
-
-    def make_pair(self, offsets: list[int], own_pool: bool = False) -> list[SoftwareGraph]:
+    def make_pair(self, own_pool: bool = False) -> list[SoftwareGraph]:
         """See :meth:`CudaGraphs.make_pair`."""
         return [SoftwareGraph(self._communicator) for _ in range(2)]
-
-    def watch(self, waits: list[str], offsets: list[int]) -> AbstractContextManager[object]:
-        """See :meth:`CudaGraphs.watch`."""
-        return ReportsWaits(waits)
 
     def pool_nbytes(self) -> int:
         """See :meth:`CudaGraphs.pool_nbytes`."""

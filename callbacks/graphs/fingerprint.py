@@ -34,14 +34,9 @@ def state_of(value: Any, device: torch.device, depth: int = 2) -> Any:
     It is the value of a constant; the identity, address and ``requires_grad`` of a tensor; the
     state of a generator; and the contents of a short list or dict, a namespace or a dataclass. Of
     any other object it is the identity, beside the object, so that no other one gets its address.
-
-    Args:
-        value: the value of the attribute.
-        device: where graphs are replayed; see :func:`value_of`.
-        depth: of lists, dicts and namespaces inside of each other that are looked into.
     """
-    if isinstance(value, dict) and not value:  # most are hooks
-        return dict
+    if value is None or (isinstance(value, dict) and not value):  # as most attributes and hooks
+        return type(value)
     if is_constant(value):
         return repr(value)
     if isinstance(value, Tensor):
@@ -111,10 +106,8 @@ Spot = tuple[str, Callable[[], Any]]  # the name of a value, and what gets it
 def attributes_of(root: nn.Module, method: str | None = None) -> Iterator[Spot]:
     """Yield what may change in ``root`` and in the modules inside it.
 
-    Args:
-        root: a module.
-        method: yield hooks, weights, hyper-parameters and the attributes that this method of
-            ``root``, or the ``forward`` of a module, mentions. None: yield all attributes.
+    These are all attributes; or hooks, weights, hyper-parameters and the attributes that a
+    ``method`` of ``root``, or the ``forward`` of a module, mentions.
     """
     for path, module in root.named_modules():
         if method is None:
@@ -160,34 +153,28 @@ class Fingerprint:
     """Tells when graphs of a module are out of date.
 
     It knows modules, their hooks and weights, and of the attributes those that the program
-    mentions: of modules, with their hyper-parameters, and of the Trainer.
-
-    Args:
-        trainer: the trainer of the run.
-        module: the module whose step or call was captured.
-        method: the method that was captured; of modules inside it is ``forward``.
+    mentions: of modules, with their hyper-parameters, and of the Trainer. The program is a method
+    of ``module``, and the ``forward`` of the modules inside it; it reads ``others``, too.
     """
 
-    def __init__(self, trainer: Trainer, module: nn.Module, method: str) -> None:
+    def __init__(
+        self, trainer: Trainer, module: nn.Module, method: str, others: dict[str, Tensor]
+    ) -> None:
         spots = [*attributes_of(module, method)]
+        spots += [(name, partial(others.get, name)) for name in others]
         spots.append(("engine of `zero3`", partial(getattr, trainer.strategy, "engine", None)))
         reads = [names_read(each, "forward") for each in module.modules()]
         for key in names_read(module, method).union(*reads) & set(dir(trainer)):
             # What is no plain value of the Trainer, as its callbacks, is not of the step.
             if is_constant(getattr(trainer, key)):
                 spots.append((f"trainer.{key}", partial(getattr, trainer, key)))
-        # What gets each value; the value, if only an assignment can change it; and its state.
-        self._spots: list[tuple[str, Callable[[], Any], Any, Any]] = []
         self._device = trainer.strategy.root_device
-        for name, get in spots:
-            state = state_of(value := get(), self._device)
-            is_fixed = is_constant(value) or state == (id(value), value)
-            self._spots.append((name, get, value if is_fixed else self, state))
+        self._spots = [(name, get, state_of(get(), self._device)) for name, get in spots]
 
     def changes(self) -> list[str]:
         """Return the names of what has changed since."""
         return [
             f"`{name}`"
-            for name, get, fixed, state in self._spots
-            if (value := get()) is not fixed and state_of(value, self._device) != state
+            for name, get, state in self._spots
+            if state_of(get(), self._device) != state
         ]

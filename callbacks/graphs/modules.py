@@ -29,13 +29,6 @@ def find_modules(root: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:
     return {n: m for n, m in found.items() if not any(n.startswith(f"{other}.") for other in found)}
 
 
-def in_checkpoint() -> bool:
-    """Return whether the caller runs in `torch.utils.checkpoint`, the first or second time."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    is_backward = torch._C._current_graph_task_id() != -1
-    return is_backward or (hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint")
-
-
 class CapturedModule(Program):
     """Replaces the ``forward`` of a module.
 
@@ -47,7 +40,7 @@ class CapturedModule(Program):
 
     def decide(self, inputs: Any) -> Record | None:
         """See :meth:`Program.decide`."""
-        if in_checkpoint():
+        if torch._C._current_graph_task_id() != -1:  # a backward runs it
             self.problems.append(
                 "a checkpoint runs it, and again in the backward. Put the checkpoint inside of the"
                 " module."

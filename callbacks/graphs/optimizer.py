@@ -12,10 +12,9 @@ from torch.optim import Optimizer
 
 from .device import CudaGraph
 from .fingerprint import state_of
-from .program import Fit, Part
+from .program import Part
 from .software_graph import SoftwareGraph
 
-_CAPTURABLE = "Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, ASGD, RMSprop and Rprop"
 _REMEDY = (
     "A learning rate may be a tensor, which schedulers write into:"
     ' `lr=torch.tensor(0.001, device="cuda")`. For 16-mixed use `capturable=True` without `fused`.'
@@ -28,14 +27,12 @@ class CapturedOptimizer(Part):
     The closure and the step hooks run as ever. Learning rates may be tensors, which schedulers
     write into. If any other setting of the param groups changes, or other tensors replace those of
     the optimizer's state, the update runs eagerly, and is captured anew after that.
-
-    Args:
-        optimizer: the optimizer.
-        fit: the fit.
     """
 
-    def __init__(self, optimizer: Optimizer, fit: Fit) -> None:
-        super().__init__("the optimizer's step", fit, optimizer, "step", remedy=_REMEDY)
+    remedy = _REMEDY
+
+    def __init__(self, optimizer: Optimizer, fit: Any) -> None:
+        super().__init__("the optimizer's step", fit, optimizer, "step")
         self._graph: CudaGraph | SoftwareGraph | None = None
         self._last_state: dict[str, Any] = {}  # what the last eager step depended on
         self._gradients: list[Tensor] = []  # where the graph reads them
@@ -45,9 +42,8 @@ class CapturedOptimizer(Part):
             if not (group.get(option) or group.get("capturable")):
                 self.problems.append(
                     f"{type(optimizer).__name__}, as it was made, has no step that a graph can"
-                    f" hold: make it with `{option}=True`. {_CAPTURABLE} of torch.optim take"
-                    " `capturable=True`; `CUDAGraphStep(optimizer=False)` leaves the optimizer"
-                    " eager."
+                    " hold: make it with `capturable=True` (or `fused=True`, on the CPU or where"
+                    " it has no such option), or leave out `CUDAGraphStep(optimizer=True)`."
                 )
 
     def drop(self) -> None:
@@ -78,7 +74,7 @@ class CapturedOptimizer(Part):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         found = [p.grad for p in parameters if p.grad is not None]
         if self._graph is None:
-            self._gradients, (self._graph, _) = found, self.fit.graphs.make_pair([])
+            self._gradients, (self._graph, _) = found, self.fit.graphs.make_pair()
             with self._graph.capture():
                 update()
         torch._foreach_copy_(self._gradients, found)

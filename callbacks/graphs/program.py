@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
-import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -21,7 +18,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ...strategies.graph_replay import ReplayedStep, rehearsed_backward
 from .compare import LogTape, States, first_difference, replaced, tensors_in, values_in
-from .device import CudaGraphs, SoftwareGraphs
 from .fingerprint import Fingerprint, attributes_of, state_of, tensors_of, value_of
 
 MOST_SIGNATURES = 200  # signatures of inputs for which records are kept
@@ -38,45 +34,13 @@ _CHANGING = (
 )
 
 
-class Fit:
-    """A fit of which something is captured.
-
-    Args:
-        trainer: its trainer.
-        root: the module that it trains.
-        graphs: makes the graphs.
-        options: the `CUDAGraphStep`.
-
-    Attributes:
-        device: the device of the training.
-        engine: the engine of `zero3`; None with other strategies.
-        stack: leaves everything as it was before the fit.
-    """
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        root: LightningModule,
-        graphs: CudaGraphs | SoftwareGraphs,
-        options: Any,
-    ) -> None:
-        self.trainer, self.root, self.graphs, self.options = trainer, root, graphs, options
-        self.device = trainer.strategy.root_device
-        self.engine: Any = getattr(trainer.strategy, "engine", None)
-        self.stack = ExitStack()
-
-
 class Captured:
     """Two graphs of a program, for inputs of one signature, in memory of their own.
-
-    Args:
-        program: the program.
-        record: the runs with such inputs.
-        inputs: the arguments, and those by name.
 
     Attributes:
         given: for each output, whether the backward gets a gradient of it.
         sources: the static inputs and parameters that get gradients, by name.
+        others: of these the parameters outside of the module.
         user: autograd's node of the last replay, until it has died.
     """
 
@@ -88,7 +52,7 @@ class Captured:
         books = None if engine is None else ReplayedStep(engine)
         self._in_replay: Any = nullcontext if books is None else books.replaying
         self._in_capture: Any = nullcontext if books is None else books.capturing
-        self._pair = graphs.make_pair(record.offsets, program.has_own_pool)
+        self._pair = graphs.make_pair(program.has_own_pool)
         self._tape = LogTape(program.fit.root)
         self._is_noisy: bool | None = None  # two replays of the same give other bits
         args, kwargs = static = apply_to_collection(
@@ -105,20 +69,20 @@ class Captured:
         self.requires_grad = [t.requires_grad for t in outputs]
         roots = [t for t, is_given in zip(outputs, self.given, strict=True) if is_given]
         self._root_grads = [torch.zeros_like(t, requires_grad=False) for t in roots]
-        sources = program.sources(self._inputs)
+        # The gradients of parameters outside of the module are compared with nothing: in an eager
+        # run the inputs may depend on these, too.
+        self._own, others = program.sources(self._inputs), program.others()
+        sources = others | self._own
         with program.around_backward(), self._capturing(1):
             self._grads = program.differentiate(roots, self._root_grads, sources, keep=False)
         self.sources = {name: sources[name] for name in self._grads}
+        self.others = {name: others[name] for name in self._grads.keys() & others}
         state.restore()
         self.output = apply_to_collection(output, Tensor, Tensor.detach)
 
     @contextmanager
     def _capturing(self, part: int) -> Iterator[None]:
-        """Capture the forward, 0, or the backward, 1; an error names it.
-
-        Raises:
-            RuntimeError: replaces a `RuntimeError` of the body, after which CUDA cannot go on.
-        """
+        """Capture the forward, 0, or the backward, 1; an error, which ends the run, names it."""
         with self._in_replay(part):
             try:
                 with self._pair[part].capture(), self._in_capture(part):
@@ -164,17 +128,14 @@ class Captured:
         values = self._tape.values() | values_in(self.output, "the output")
         with self.program.around_backward():
             self.replay_backward(root_grads)
-        return values | self.program.results(self._grads)
+        own = {name: grad for name, grad in self._grads.items() if name in self._own}
+        return values | self.program.results(own)
 
     def compare(
         self, before: States, root_grads: Sequence[Tensor], expected: dict[str, Any]
     ) -> str | None:
-        """Replay an eager run; return in words the first difference, or None.
-
-        Args:
-            before: the state before that run.
-            root_grads: the gradients that its backward began with.
-            expected: its results.
+        """Replay an eager run from the state before it; return in words the first difference of
+        its results, or None.
         """
         if [each.shape for each in root_grads] != [each.shape for each in self._root_grads]:
             return "there are other outputs, or outputs of other shapes, that need gradients"
@@ -267,7 +228,6 @@ class Record:
             run that is looked at, otherwise.
         looked: number of the latter before the capture, or since.
         problems: why a step with such inputs cannot be captured; one that comes seldom need not be.
-        offsets: see :func:`~.random_states.note_offsets`; of the last eager run.
         given: which outputs got gradients, in the last eager run with a backward.
         names: names of what the first eager run returned and logged.
         epoch: of the last run.
@@ -277,7 +237,6 @@ class Record:
     is_replay: bool = False
     looked: int = 0
     problems: list[str] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
     given: list[bool] = field(default_factory=list)
     names: Set[str] = frozenset()
     epoch: int = -1
@@ -299,15 +258,11 @@ class Part:
 
     It replaces a method of an object during a fit.
 
-    Args:
+    Attributes:
         name: what it is called in messages.
-        fit: the fit.
-        owner: the object.
-        method: the name of the method.
+        fit: the :class:`~.runner.Runner`.
         paying: number of replays after which a capture has paid.
         remedy: what to do if its graphs go out of date again and again.
-
-    Attributes:
         eager: the method that was replaced.
         problems: why this rank cannot capture it; empty again once all ranks know.
         is_eager: whether it runs eagerly from now on.
@@ -316,21 +271,17 @@ class Part:
         replays: number of replays.
         verified: number of replays that were compared with eager runs.
         recaptures: number of times that its graphs went out of date.
-        call: takes the place of the method.
-        drop: frees the graphs.
     """
 
-    call: Callable[..., Any]
-    drop: Callable[[], None]
+    call: Callable[..., Any]  # takes the place of the method
+    drop: Callable[[], None]  # frees the graphs
+    paying, remedy = 1, _CHANGING
 
-    def __init__(
-        self, name: str, fit: Fit, owner: Any, method: str, paying: int = 1, remedy: str = _CHANGING
-    ) -> None:
+    def __init__(self, name: str, fit: Any, owner: Any, method: str) -> None:
         self.name, self.fit, self.problems = name, fit, list[str]()
         self.is_eager = False
         self.steps = self.replays = self.verified = self.recaptures = 0
         self.records: dict[Hashable, Record] = {}
-        self._paying, self._remedy = paying, remedy
         self._in_vain = self._replays_before = 0
         self._owner, self._method, self.eager = owner, method, getattr(owner, method)
         replacement = {method: wraps(self.eager)(_Replacement(self.call))}
@@ -341,18 +292,13 @@ class Part:
         """All graphs of a program."""
         return [record.graphs for record in self.records.values() if record.graphs is not None]
 
-    def stop(self) -> None:
-        """Run eagerly from now on."""
-        self.is_eager = True
-        self.drop()
-
     def recapture(self, changes: list[str]) -> None:
         """Free the graphs, which are out of date, on this rank because of ``changes``.
 
         If the captures do not pay, this is a problem of the ranks that know of changes.
         """
         self.drop()
-        has_paid = self.replays - self._replays_before >= self._paying
+        has_paid = self.replays - self._replays_before >= self.paying
         self._in_vain = 0 if has_paid else self._in_vain + 1
         self.recaptures, self._replays_before = self.recaptures + 1, self.replays
         for change in changes[:1]:
@@ -360,21 +306,15 @@ class Part:
             if self._in_vain > MOST_IN_VAIN:
                 self.problems.append(
                     f"Its graphs went out of date {self._in_vain} times, each time before they had"
-                    f" paid; the last time, {change} changed. {self._remedy}"
+                    f" paid; the last time, {change} changed. {self.remedy}"
                 )
 
 
 class Program(Part):
     """The graphs of a step or of a module for all signatures of its inputs.
 
-    Args:
-        name: what it is called in messages.
-        fit: the fit.
-        module: the module that is captured.
-        method: the name of its method that is replaced.
-
     Attributes:
-        module: the module.
+        module: the module that is captured.
         engine: the engine of `zero3`, if the program adds to its gradients.
         has_own_pool: whether other graphs may be replayed between a forward and its backward.
         decide: returns the record of some inputs, which says how to run; None: eagerly, and not
@@ -385,9 +325,9 @@ class Program(Part):
     engine: Any = None
     has_own_pool = False
 
-    def __init__(self, name: str, fit: Fit, module: nn.Module, method: str) -> None:
-        super().__init__(name, fit, module, method, _PAYING_REPLAYS * fit.options.warmup)
-        self.module = module
+    def __init__(self, name: str, fit: Any, module: nn.Module, method: str) -> None:
+        super().__init__(name, fit, module, method)
+        self.module, self.paying = module, _PAYING_REPLAYS * fit.options.warmup
         self._fingerprint: Fingerprint | None = None
         self._unverified = 0  # replays since the last comparison
 
@@ -426,9 +366,16 @@ class Program(Part):
         return record
 
     def sources(self, inputs: list[Tensor]) -> dict[str, Tensor]:
-        """Return the inputs and parameters that get gradients, by name."""
+        """Return the inputs and the module's parameters that get gradients, by name."""
         found = named(inputs) | dict(self.module.named_parameters())
         return {name: tensor for name, tensor in found.items() if tensor.requires_grad}
+
+    def others(self) -> dict[str, Tensor]:
+        """Return other parameters of the training that get gradients, by name."""
+        groups = [group for each in self.fit.trainer.optimizers for group in each.param_groups]
+        found = {p for group in groups for p in group["params"]} | {*self.fit.root.parameters()}
+        found -= {*self.module.parameters()}
+        return {f"parameter {k} of others": p for k, p in enumerate(found) if p.requires_grad}
 
     def differentiate(
         self, roots: list[Tensor], grads: list[Tensor], sources: dict[str, Tensor], keep: bool
@@ -441,13 +388,14 @@ class Program(Part):
         if self.engine is not None:
             torch.autograd.backward(roots, grads, retain_graph=keep)
             return {}
-        for name, source in sources.items():
-            if source._backward_hooks:
-                raise RuntimeError(f"{name} has a hook, which would run twice.")
         found = torch.autograd.grad(
             roots, list(sources.values()), grads, retain_graph=keep, allow_unused=True
         )
-        return {n: grad for n, grad in zip(sources, found, strict=True) if grad is not None}
+        results = {n: grad for n, grad in zip(sources, found, strict=True) if grad is not None}
+        for name in results:
+            if sources[name]._backward_hooks:
+                raise RuntimeError(f"{name} has a hook, which would run twice.")
+        return results
 
     @contextmanager
     def around_backward(self) -> Iterator[None]:
@@ -476,7 +424,8 @@ class Program(Part):
             # The capture is this run in Python, so that what the program counts in Python is what
             # it counts in an eager run.
             record.graphs, record.looked = Captured(self, record, inputs), 0
-            self._fingerprint = Fingerprint(self.fit.trainer, self.module, self._method)
+            others = record.graphs.others
+            self._fingerprint = Fingerprint(self.fit.trainer, self.module, self._method, others)
         self.replays += 1
         self._unverified += 1
         return record.graphs.replay(inputs)
@@ -488,14 +437,14 @@ class Program(Part):
         loss are not there yet.
         """
         graphs, tape, before = record.graphs, LogTape(self.fit.root), self.snapshot()
-        problems = record.problems
+        problems = record.problems if graphs is None else self.problems
         record.looked += 1
         if any(tensor.requires_grad for tensor in tensors_in(inputs)):
             # Containers are made anew: what the program puts into one, its caller would not see.
             inputs = apply_to_collection(inputs, Tensor, _alias)
         args, kwargs = inputs
         tensors, looks = tensors_in(inputs), self._look(inputs)
-        with self._watching(problems, record.offsets), tape.record():
+        with self.fit.graphs.watch(problems), tape.record():
             output = self.eager(*args, **kwargs)
         values, outputs = tape.values() | values_in(output, "the output"), tensors_in(output)
         tape.play()
@@ -506,7 +455,7 @@ class Program(Part):
         root_grads = [t.detach().cos() for t in roots]
         grads = dict[str, Tensor]()
         try:
-            with self._watching(problems, []), self.around_backward():
+            with self.fit.graphs.watch(problems), self.around_backward():
                 grads |= self.differentiate(roots, root_grads, sources, True) if roots else {}
         except RuntimeError as error:
             problems.append(
@@ -522,7 +471,6 @@ class Program(Part):
             for tensor in tensors
             if tensor.layout is not torch.strided
         ]
-        problems += self._find_foreign(tensors, outputs)
         if graphs is None:
             record.names = record.names or values.keys()
             problems += [
@@ -535,29 +483,27 @@ class Program(Part):
                 problems.append(self._differs(change))
             self._unverified = 0
             self.verified += 1
-            self.problems += problems
         after.restore()
-        seen, passes = [False] * len(outputs), set[int]()
-        found = problems if graphs is None else self.problems
+        # The hook is one of other tensors, as one output may be computed from another.
+        output = apply_to_collection(output, Tensor, _alias)
+        needing = [t.requires_grad for t in tensors_in(output)]
+        passes = list[None]()
 
-        def note(k: int, gradient: Tensor | None) -> None:
-            if gradient is None:  # as of `DistributedDataParallel`
-                return
-            seen[k], record.given = True, seen
-            passes.add(torch._C._current_graph_task_id())
+        def note(grads: Sequence[Tensor | None]) -> None:
+            now = iter(grads)
+            record.given = [is_needing and next(now) is not None for is_needing in needing]
+            passes.append(None)
             if len(passes) > 1:
-                found.append(
+                problems.append(
                     "It is differentiated twice, and a graph of its backward can be replayed only"
                     " once. Add up the losses, and run one backward."
                 )
-            if graphs is not None and not given[k]:
-                found.append(self._differs("other outputs get gradients than before"))
+            if graphs is not None and record.given != given:
+                problems.append(self._differs("other outputs get gradients than before"))
 
-        # The hooks are those of other tensors, as one output may be computed from another.
-        output = apply_to_collection(output, Tensor, _alias)
-        for k, tensor in enumerate(tensors_in(output)):
-            if tensor.requires_grad:
-                tensor.register_hook(partial(note, k))
+        if any(needing):
+            tensors = [t for t in tensors_in(output) if t.requires_grad]
+            torch.autograd.graph.register_multi_grad_hook(tensors, note)
         return output
 
     def _differs(self, difference: str) -> str:
@@ -565,18 +511,6 @@ class Program(Part):
             f"An eager run and its replay are not the same: {difference}\n    Since the last"
             f" comparison {self._unverified} runs were replayed."
         )
-
-    def _find_foreign(self, inputs: list[Tensor], outputs: list[Tensor]) -> list[str]:
-        """Return what is wrong with parameters of others that ``outputs`` depend on."""
-        groups = [group for each in self.fit.trainer.optimizers for group in each.param_groups]
-        names = {p: "a tensor of the optimizer" for group in groups for p in group["params"]}
-        names |= {parameter: name for name, parameter in self.fit.root.named_parameters()}
-        foreign = leaves_between(inputs, outputs).difference(self.module.parameters())
-        return [
-            f"It computes with {names[leaf]}, which is none of its parameters: its gradient would"
-            " be lost. Pass it to `forward`, or capture a module that has both."
-            for leaf in foreign.intersection(names)
-        ]
 
     def _look(self, inputs: Any) -> dict[str, Any]:
         """Return what a replay leaves as it is, by what changes it."""
@@ -586,24 +520,6 @@ class Program(Part):
         with torch._C.DisableTorchFunctionSubclass():
             found["writes to parameters"] = [p._version for p in self.module.parameters()]
         return found
-
-    @contextmanager
-    def _watching(self, problems: list[str], offsets: list[int]) -> Iterator[None]:
-        waits, printed = list[str](), io.StringIO()
-        try:
-            with redirect_stdout(printed), self.fit.graphs.watch(waits, offsets):
-                yield
-        finally:
-            text = printed.getvalue()
-            sys.stdout.write(text)
-        if text:
-            problems.append(f"It prints {text.strip()[:60]!r}, {_REMEDY}")
-        for wait in dict.fromkeys(waits):
-            problems.append(
-                f"{wait} needs a value, or a size that depends on values, on the host: nobody has"
-                " computed it when the graph is captured. Keep it on the device (`torch.where` for"
-                " `if` and for masks; log the tensor)."
-            )
 
     def changes(self) -> list[str]:
         """Return what has changed since the last capture."""
@@ -618,15 +534,3 @@ class Program(Part):
 
 def _alias(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
-
-
-def leaves_between(inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> set[Tensor]:
-    """Return the leaves of autograd's graph from ``inputs`` to ``outputs``."""
-    seen: set[Any] = {None, *(t.grad_fn for t in inputs)}
-    waiting: list[Any] = [t.grad_fn for t in outputs]
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    return {node.variable for node in seen if hasattr(node, "variable")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ...strategies.communicators import make_collectives
 from .fingerprint import names_read
 from .modules import CapturedModule, find_modules
 from .optimizer import CapturedOptimizer
-from .program import Fit, Part, Program, Record, signature
+from .program import Part, Program, Record, signature
 
 _OPTIONS = "offload", "activations", "debug", "reduce_once"  # of `zero3`, which rule graphs out
 _LEAST = torch.iinfo(torch.int64).min
@@ -32,10 +33,9 @@ class GraphCaptureError(RuntimeError):
 class Step(Program):
     """Replaces the module's ``training_step``."""
 
-    fit: Runner
     _last = -1
 
-    def __init__(self, fit: Runner) -> None:
+    def __init__(self, fit: Any) -> None:
         super().__init__("the training step", fit, fit.root, "training_step")
         self.engine = fit.engine
 
@@ -76,20 +76,28 @@ class Step(Program):
         return None if self.is_eager else record
 
 
-class Runner(Fit):
+class Runner:
     """Captures the parts of a training during a fit.
 
     Args:
-        arguments: those of `Fit`.
+        trainer: the trainer of the fit.
+        graphs: makes the graphs: `CudaGraphs` or `SoftwareGraphs`.
+        options: the `CUDAGraphStep`.
 
     Attributes:
+        root: the module that is trained.
+        device: the device of the training.
+        engine: the engine of `zero3`; None with other strategies.
+        stack: leaves everything as it was before the fit.
         parts: what is captured.
         step: the training step, if it is captured as a whole.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.parts = list[Part]()
+    def __init__(self, trainer: Trainer, graphs: Any, options: Any) -> None:
+        self.trainer, self.root = trainer, trainer.lightning_module
+        self.graphs, self.options, self.device = graphs, options, trainer.strategy.root_device
+        self.engine: Any = getattr(trainer.strategy, "engine", None)
+        self.stack, self.parts = ExitStack(), list[Part]()
         self.step: Step | None = None
         group = dist.group.WORLD if self.trainer.world_size > 1 else None
         self._communicator = (
@@ -126,12 +134,9 @@ class Runner(Fit):
         self.stack.close()
 
     def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the ``numbers`` of each rank, in rank order.
+        """Return the ``numbers`` of each rank, in rank order; equally many, above the least int64.
 
         The exchange runs on the host and waits for no device.
-
-        Args:
-            numbers: an equal count on each rank, each above the least int64.
 
         Raises:
             DivergenceError: another rank of `zero3` has come to another exchange.
@@ -150,11 +155,7 @@ class Runner(Fit):
     def agree(self, numbers: Sequence[int] = ()) -> list[tuple[int, ...]]:
         """Stop capturing on all ranks what one rank cannot capture; collective.
 
-        Args:
-            numbers: an equal count on each rank.
-
-        Returns:
-            For each of ``numbers`` those of all ranks.
+        Return for each of ``numbers``, of which each rank has equally many, those of all ranks.
 
         Raises:
             GraphCaptureError: with ``strict``, on all ranks, if there is something to stop.
@@ -167,7 +168,8 @@ class Runner(Fit):
         for part, has_problems in zip(parts, columns[len(numbers) :], strict=True):
             if any(has_problems):
                 problems, part.problems = part.problems, []
-                part.stop()
+                part.is_eager = True
+                part.drop()
                 self._report(part.name, problems)
         return columns[: len(numbers)]
 
@@ -212,12 +214,7 @@ class Runner(Fit):
 
 
 def check_run(trainer: Trainer, is_step: bool) -> list[str]:
-    """Return what is known before the first step to rule out captures.
-
-    Args:
-        trainer: the trainer of the run.
-        is_step: whether the whole step is captured, and not single modules.
-    """
+    """Return what is known before the first step to rule out captures of it, or of modules."""
     strategy, module = trainer.strategy, trainer.lightning_module
     is_zero3 = getattr(strategy, "strategy_name", "") == "zero3"
     settings = [os.environ.get(f"PYTORCH_{n}_CONF", "") for n in ("CUDA_ALLOC", "ALLOC")]

@@ -52,11 +52,8 @@ class SoftwareGraph:
     error. Random operations draw new numbers in each replay, with random states saved and set as in
     the capture. The graph records the operations of the calling thread and of backward passes that
     this thread runs on the CPU. It also repeats collectives (of `DistributedDataParallel`, say),
-    and waits for each to end.
-
-    Args:
-        communicator: the communicator of `zero3`'s engine, if there is one. Its exchanges are
-            recorded; unlike other operations they happen in the capture too.
+    and waits for each to end. The exchanges of a communicator, that of `zero3`'s engine, happen in
+    the capture too, unlike other operations.
     """
 
     def __init__(self, communicator: LocalCollectives | None = None) -> None:
@@ -223,21 +220,25 @@ def _waits_for_device(func: Any, args: tuple) -> bool:
     return is_check or not _ON_THE_HOST.isdisjoint(func.tags)
 
 
-def describe_line(place: FrameSummary) -> str:
-    """Return ``train.py:31: `x = loss.item()` ``."""
-    return f"{place.filename}:{place.lineno}: `{place.line}`"
+def describe_wait(place: FrameSummary, operation: str = "") -> str:
+    """Return ``train.py:31: `x = loss.item()`...``, and what is wrong with it."""
+    return (
+        f"{place.filename}:{place.lineno}: `{place.line}`{operation} needs a value, or a size that"
+        " depends on values, on the host: nobody has computed it when the graph is captured. Keep"
+        " it on the device (`torch.where` for `if` and for masks; log the tensor)."
+    )
 
 
 class ReportsWaits(TorchDispatchMode):
-    """Adds to ``found`` each operation of the body for which the host would wait for a device."""
+    """Adds to ``problems`` each operation of the body that needs a value on the host."""
 
-    def __init__(self, found: list[str]) -> None:
+    def __init__(self, problems: list[str]) -> None:
         super().__init__()
-        self._found = found
+        self._problems = problems
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _waits_for_device(func, args):
             stack = [f for f in extract_stack()[:-1] if not f.filename.startswith(_TORCH)]
             if not stack[-1].filename.startswith(OURS):
-                self._found.append(f"{describe_line(stack[-1])}: {func.overloadpacket}")
+                self._problems.append(describe_wait(stack[-1], f": {func.overloadpacket}"))
         return func(*args, **kwargs or {})

@@ -191,7 +191,7 @@ class PrintsAtTheEnd(Net):
 
     def training_step(self, batch, batch_idx):
         if len(batch["x"]) < self.batch_size:
-            print("the last batch")
+            print("the last batch", batch["x"].sum().item())
         return super().training_step(batch, batch_idx)
 
 

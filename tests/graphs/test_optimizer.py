@@ -133,19 +133,17 @@ def test_what_puts_an_update_out_of_date_is_noticed():
         (
             lambda p: torch.optim.SGD(p, lr=rate()),
             {},
-            r"SGD, as it was made, has no step that a graph can hold: make it with `fused=True`",
+            r"SGD, as it was made, has no step that a graph can hold: .*`fused=True`",
         ),
         (
             lambda p: torch.optim.NAdam(p, lr=rate()),
             {},
-            r"NAdam, as it was made, has no step that a graph can hold.* AdamW, .*optimizer=False",
+            r"NAdam, as it was made, has no step that a graph can hold.* leave out",
         ),
     ],
     ids=["python", "no option"],
 )
-def test_optimizers_that_cannot_be_captured_are_refused_by_name(make, options, message, device):
-    if "NAdam" in message and device == "cuda":
-        message = r"NAdam, as it was made, .* make it with `capturable=True`"
+def test_optimizers_that_cannot_be_captured_are_refused_by_name(make, options, message):
     with pytest.raises(GraphCaptureError, match=message):
         fit(Stepped(make), CUDAGraphStep(software=True, strict=True, optimizer=True), **options)
 

@@ -3,103 +3,86 @@ GPU.
 """
 
 import struct
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from helpers.tracking import needs_cuda
-from lightning_zero3.callbacks.graphs.device import CudaGraphs
-from lightning_zero3.callbacks.graphs.random_states import CapturedRandomStates, note_offsets
-
-
-class State:
-    """What `at::CUDAGeneratorState` holds."""
-
-    def __init__(self, seed, offset):
-        self.seed, self.offset = seed, offset
-
-
-class Generator:
-    """`torch.Generator` of a CUDA device, by torch's own names."""
-
-    def __init__(self, state):
-        self.state = state
-
-    def graphsafe_get_state(self):
-        return Generator(self.state)
-
-    def graphsafe_set_state(self, other):
-        self.state = other.state
-
-    def clone_state(self):
-        return Generator(State(self.state.seed, self.state.offset))
-
-    def initial_seed(self):
-        return self.state.seed
-
-    def get_offset(self):
-        return self.state.offset
-
-    def manual_seed(self, seed):
-        self.state.seed, self.state.offset = seed, 0
-
-    def set_offset(self, offset):
-        self.state.offset = offset
+from lightning_zero3.callbacks.graphs.device import CudaGraph, CudaGraphs
 
 
 class Device:
-    """Draws numbers: each kernel is known by its seed and offset."""
+    """A generator, and graphs that draw from it: each kernel is known by its seed and offset.
+
+    In a capture the generator counts from zero, and may be set to another offset, not to another
+    seed. A replay counts from where the generator is.
+    """
 
     def __init__(self, monkeypatch):
-        self.generator = Generator(State(7, 40))
-        self.kernels = None  # of the graph that is captured
-        monkeypatch.setattr(torch.cuda, "default_generators", (self.generator,))
-        monkeypatch.setattr(torch.cuda, "get_rng_state", self.get)
-        monkeypatch.setattr(torch.cuda, "set_rng_state", self.set)
+        self.seed, self.offset, self.graph = 7, 40, None
+        monkeypatch.setattr(torch.cuda, "default_generators", (self,))
+        monkeypatch.setattr(torch.cuda, "get_rng_state", self.get_state)
+        monkeypatch.setattr(torch.cuda, "set_rng_state", self.set_state)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(self))
+        monkeypatch.setattr(torch.cuda, "graph", self.capture)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
 
-    def get(self):
-        assert self.kernels is None, "reads the state in a capture"
-        return torch.tensor(
-            list(struct.pack("<qq", self.generator.state.seed, self.generator.state.offset)),
-            dtype=torch.uint8,
-        )
+    @contextmanager
+    def capture(self, graph, *options):
+        self.graph, graph.drawn = graph, 0
+        yield
+        self.graph = None
 
-    def set(self, state):
-        assert self.kernels is None, "writes the state in a capture"
-        self.generator.state.seed, self.generator.state.offset = struct.unpack(
-            "<qq", bytes(state.tolist())
-        )
+    def get_state(self):
+        offset = self.offset if self.graph is None else self.graph.drawn
+        return torch.tensor(list(struct.pack("<qq", self.seed, offset)), dtype=torch.uint8)
+
+    def set_state(self, state):
+        seed, offset = struct.unpack("<qq", bytes(state.tolist()))
+        if self.graph is None:
+            self.seed, self.offset = seed, offset
+        else:
+            assert seed == self.seed
+            self.graph.drawn = offset
+
+    def get_offset(self):
+        assert self.graph is None
+        return self.offset
+
+    def set_offset(self, offset):
+        assert self.graph is None
+        self.offset = offset
 
     def draw(self, count):
-        state = self.generator.state
-        if self.kernels is not None:
-            self.kernels.append(
-                (state, sum(n for other, _, n in self.kernels if other is state), count)
-            )
-            return None
-        state.offset += count
-        return state.seed, state.offset - count
+        if self.graph is None:
+            self.offset += count
+            return self.seed, self.offset - count
+        self.graph.kernels.append(self.graph.drawn)
+        self.graph.drawn += count
+        return None
 
-    def capture(self, states, program, forward):
-        self.kernels = []
-        try:
-            with states.track_calls(not forward):
-                program()
-            return self.kernels
-        finally:
-            self.kernels = None
 
-    def replay(self, kernels):
-        """As `CUDAGraph.replay`: states that kernels draw from move on by what the graph draws."""
-        drawn = [(state.seed, state.offset + before) for state, before, _ in kernels]
-        for state, _, count in kernels:
-            state.offset += count
-        return drawn
+class Graph:
+    def __init__(self, generator):
+        self.generator, self.kernels, self.reset = generator, [], None
+
+    def replay(self):
+        self.results = [(self.generator.seed, self.generator.offset + k) for k in self.kernels]
+        self.generator.offset += self.drawn
+
+
+class Gpu:
+    """The same, of the real thing."""
+
+    def draw(self, count):
+        return torch.rand(count, device="cuda")
 
 
 def step(device):
     """Two checkpoints, with other random numbers around and between them; the backward runs the
-    last one first.
+    last one first. The second has one inside, which is run a third time.
     """
     saved = []
 
@@ -110,53 +93,71 @@ def step(device):
             drawn += [device.draw(count), device.draw(4)]
         return drawn
 
+    def rerun(state, count, depth):
+        found = torch.cuda.get_rng_state()
+        torch.cuda.set_rng_state(state)
+        inner = torch.cuda.get_rng_state()
+        drawn = [device.draw(count)]
+        drawn += rerun(inner, count, depth - 1) if depth else []
+        torch.cuda.set_rng_state(found)
+        return drawn
+
     def backward():
         drawn = [device.draw(16)]
-        for state, count in reversed(saved):
-            found = torch.cuda.get_rng_state()
-            torch.cuda.set_rng_state(state)
-            drawn.append(device.draw(count))
-            torch.cuda.set_rng_state(found)
+        for depth, (state, count) in enumerate(reversed(saved)):
+            drawn += rerun(state, count, depth)
         return [*drawn, device.draw(4)]
 
     return forward, backward
 
 
-def test_replays_draw_what_eager_steps_draw(monkeypatch):
-    device, offsets = Device(monkeypatch), []
-    forward, backward = step(device)
-    with note_offsets(offsets):
-        forward()
-    backward()
-    assert offsets == [4, 16]
+def begin_at(seed, device):
+    torch.cuda.set_rng_state(torch.tensor(list(struct.pack("<qq", seed, 60)), dtype=torch.uint8))
+    device.draw(20)
+    return torch.cuda.get_rng_state()
 
-    states = CapturedRandomStates(torch.device("cuda", 0), offsets)
-    forward, backward = step(device)
-    captured = (
-        device.capture(states, forward, True),
-        device.capture(states, backward, False),
-    )
+
+def test_replays_draw_what_eager_steps_draw(monkeypatch):
+    device = Device(monkeypatch)
+    forward = CudaGraph(None, torch.device("cuda", 0))
+    pair = forward, CudaGraph(None, torch.device("cuda", 0), forward)
+    for graph, program in zip(pair, step(device), strict=True):
+        with graph.capture():
+            program()
+    assert device.offset == 40
     for seed in (7, 7, 23):  # the user may seed anew between steps
-        begin = torch.tensor(
-            list(struct.pack("<qq", seed, device.generator.state.offset + 20)), dtype=torch.uint8
-        )
-        torch.cuda.set_rng_state(begin)
-        states.begin(False)
-        replayed = device.replay(captured[0])
-        states.begin(True)
-        replayed += device.replay(captured[1])
+        begin = begin_at(seed, device)
+        for graph in pair:
+            graph.replay()
         end = torch.cuda.get_rng_state()
         torch.cuda.set_rng_state(begin)
-        forward, backward = step(device)
-        assert replayed == forward() + backward()
+        drawn = [program() for program in step(device)]
+        assert [graph._graph.results for graph in pair] == drawn
         assert torch.equal(torch.cuda.get_rng_state(), end)
 
 
-class Gpu:
-    """The same, of the real thing."""
-
-    def draw(self, count):
-        return torch.rand(count, device="cuda")
+@pytest.mark.parametrize("is_drawing", [True, False])
+def test_others_may_draw_between_a_forward_and_its_backward(monkeypatch, is_drawing):
+    """As the rest of a step does around a captured module."""
+    device, count = Device(monkeypatch), 8 * is_drawing
+    forward = CudaGraph(None, torch.device("cuda", 0))
+    backward = CudaGraph(None, torch.device("cuda", 0), forward)
+    with forward.capture():
+        state = torch.cuda.get_rng_state()
+        device.draw(count)
+    with backward.capture():
+        found = torch.cuda.get_rng_state()
+        torch.cuda.set_rng_state(state)
+        device.draw(count)
+        torch.cuda.set_rng_state(found)
+    for _ in range(2):
+        start = device.offset
+        forward.replay()
+        device.draw(12)
+        backward.replay()
+        assert forward._graph.results == [(7, start)]
+        assert not is_drawing or backward._graph.results == [(7, start)]
+        assert device.offset == start + count + 12
 
 
 @pytest.mark.gpu
@@ -170,19 +171,14 @@ def test_replays_on_a_gpu_draw_what_eager_steps_draw():
 
 
 def compare_replays(graphs):
-    offsets = []
-    forward, backward = step(Gpu())
-    with note_offsets(offsets):
-        forward()
-    backward()
-    pair, captured = graphs.make_pair(offsets), []
+    for program in step(Gpu()):
+        program()
+    pair, captured = graphs.make_pair(), []
     for graph, program in zip(pair, step(Gpu()), strict=True):
         with graph.capture():
             captured += program()
     for seed in (7, 7, 23):
-        torch.cuda.manual_seed(seed)
-        Gpu().draw(20)
-        begin = torch.cuda.get_rng_state()
+        begin = begin_at(seed, Gpu())
         for graph in pair:
             graph.replay()
         end = torch.cuda.get_rng_state()
@@ -193,31 +189,38 @@ def compare_replays(graphs):
         assert torch.equal(torch.cuda.get_rng_state(), end)
 
 
-def test_a_capture_that_saves_other_states_is_an_error(monkeypatch):
-    device = Device(monkeypatch)
-    states = CapturedRandomStates(torch.device("cuda", 0), [4])
-    with pytest.raises(RuntimeError, match="saved other random states than in eager steps"):
-        device.capture(states, step(device)[0], True)
-
-
-def test_a_state_that_no_graph_can_go_back_to_is_an_error(monkeypatch):
-    """A checkpoint inside of another's second computation saves, sets and draws."""
-    device, saved = Device(monkeypatch), []
-    states = CapturedRandomStates(torch.device("cuda", 0), [0])
+@pytest.mark.gpu
+@needs_cuda
+def test_a_checkpoint_of_torch_in_a_graph_draws_on_a_gpu_what_it_draws_in_an_eager_step():
+    """Saves and restores the state in the capture, as torch does itself since 2.10."""
+    graphs = CudaGraphs(torch.device("cuda", torch.cuda.current_device()))
+    x = torch.ones(64, device="cuda", requires_grad=True)
 
     def forward():
-        saved.append(torch.cuda.get_rng_state())
-        device.draw(4)
+        def run(y):
+            return torch.nn.functional.dropout(y * y)
 
-    def backward():
-        torch.cuda.get_rng_state()
-        torch.cuda.set_rng_state(saved[0])
-        inner = torch.cuda.get_rng_state()
-        device.draw(4)
-        torch.cuda.set_rng_state(inner)
+        y = torch.nn.functional.dropout(x)
+        for _ in range(2):
+            y = torch.utils.checkpoint.checkpoint(run, y, use_reentrant=False)
+        return y.sum()
 
-    device.capture(states, forward, True)
-    home = device.generator.state
-    with pytest.raises(RuntimeError, match="Make the outer one with `use_reentrant=False`"):
-        device.capture(states, backward, False)
-    assert device.generator.state is home
+    with graphs.in_stream():
+        torch.autograd.grad(forward(), x)
+        pair = graphs.make_pair()
+        with pair[0].capture():
+            loss = forward()
+        with pair[1].capture():
+            [gradient] = torch.autograd.grad(loss, x)
+        for seed in (7, 23):
+            begin = begin_at(seed, Gpu())
+            pair[0].replay()
+            between = torch.rand(8, device="cuda")
+            pair[1].replay()
+            end = torch.cuda.get_rng_state()
+            torch.cuda.set_rng_state(begin)
+            expected = forward()
+            assert torch.equal(between, torch.rand(8, device="cuda"))
+            assert torch.equal(loss, expected)
+            assert torch.equal(gradient, torch.autograd.grad(expected, x)[0])
+            assert torch.equal(torch.cuda.get_rng_state(), end)
