@@ -577,8 +577,8 @@ class CheckpointStrategy(ProcessStrategy):
         Each rank writes its own part. Of tied weights the first is written, as Hugging Face does.
 
         Args:
-            folder: receives the files when all are written: they are in `folder/.unfinished` until
-                then. Other files in it stay.
+            folder: receives the files when all are written: they are in a folder
+                `.zero3-unfinished-*` of it until then. Other files in it stay.
             key_mapping: pattern -> replacement, which ``re.sub`` applies to the model's keys in
                 order: ``{r"^model\\.": ""}`` for a model of Hugging Face's in ``self.model``.
             max_file_bytes: the most bytes of a file.

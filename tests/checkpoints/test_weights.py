@@ -389,8 +389,11 @@ def test_killed_at_any_moment_old_and_new_weights_are_not_mixed(before, after, t
             assert len({value for tensor in state.values() for value in tensor.tolist()}) == 1
         save(folder, 3.0, after)  # and the next one is not disturbed
         assert open_weights(folder, weights_only=True)["f"][0] == 3
-        written = {file.name for file in folder.iterdir()} - {"model.safetensors.index.json"}
+        written = {file.name for file in folder.iterdir() if file.is_file()}
+        written -= {"model.safetensors.index.json"}
         assert len(written) == after and all(name.endswith("safetensors") for name in written)
+        left = [path for path in folder.iterdir() if path.is_dir()]
+        assert not any(list(path.iterdir()) for path in left)  # an empty folder, of two calls
         if len(calls) < number:
             break
     assert 4 < number < 99, "the last round was not killed"
