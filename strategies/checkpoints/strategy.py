@@ -51,7 +51,7 @@ from ..state_dicts.slices import Shards
 from ..support import give_back_memory
 from . import single_file
 from .background import BackgroundSave
-from .frozen import BASE, exclude, frozen_names, require_base, require_base_values
+from .frozen import BASE, exclude, frozen_names, require_base
 from .options import CheckpointOptions
 from .storage import choose, is_remote, local, other_complete, point, retire
 from .weights import (
@@ -87,8 +87,6 @@ class CheckpointStrategy(ProcessStrategy):
     _links: Set[Path] = frozenset()  # to checkpoints, that this run has made
     # names of what was frozen when the model was sharded and not trained since, to leave out
     _frozen: Set[str] = frozenset()
-    # of a loaded checkpoint without frozen parameters: their shapes and checksums
-    _base: Mapping[str, tuple[Any, int | None]] | None = None
 
     def _follow_groups(self) -> None:
         """Shard anew if the optimizers' groups were edited; collective."""
@@ -206,8 +204,7 @@ class CheckpointStrategy(ProcessStrategy):
             self._save_gradients(checkpoint)
         if self._checkpoints.exclude_frozen and self.engine is not None:
             assert module is not None
-            replica = self.replica[0] if self._checkpoints.compare_frozen else None
-            exclude(checkpoint, self._frozen & frozen_names(module), replica)
+            exclude(checkpoint, self._frozen & frozen_names(module))
         filepath = self.broadcast(filepath)
         is_local = storage_options is None and not is_remote(filepath)
         if self._is_local_only and not is_local:
@@ -456,25 +453,17 @@ class CheckpointStrategy(ProcessStrategy):
         """
         module, state = self.lightning_module, checkpoint["state_dict"]
         assert module is not None
-        self._base = checkpoint.get(BASE)
-        if self._base is None:
+        base = checkpoint.get(BASE)
+        if base is None:
             self._pending_weights = ()
             _warn_of_keys(*self._load_state(state, strict))
             return
-        require_base(module, self._base, self.pending_keys())
+        require_base(module, base, self.pending_keys())
         missing, unexpected = compare_keys(named_values(module), state)
-        missing = [key for key in missing if key not in self._base]
+        missing = [key for key in missing if key not in base]
         require_fit(module, missing, unexpected, strict)
         _warn_of_keys(missing, unexpected)
         self._load_state(state, False)
-        if self._has_shards(module):
-            self._compare_base()
-
-    def _compare_base(self) -> None:
-        """Compare the values of frozen parameters that a loaded checkpoint does not have."""
-        base, self._base = self._base, None
-        if base is not None:
-            require_base_values(self.sliced_state_dict(), base, self.replica[0])
 
     def _load_state(self, state: Mapping[str, Any], strict: bool) -> tuple[list[str], list[str]]:
         """Load weights into shards or a module with memory, or let them wait for the shards."""
@@ -522,7 +511,6 @@ class CheckpointStrategy(ProcessStrategy):
                 )
             load_state_dict(self.engine, self.lightning_module, state, False)
         self._pending_weights = ()
-        self._compare_base()
         give_back_memory()
 
     # -------------------------------------------------------------------------------- weights alone
