@@ -57,7 +57,6 @@ from .storage import choose, is_remote, local, other_complete, point, retire
 from .weights import (
     MAX_FILE_BYTES,
     WeightsSave,
-    guess_key_mapping,
     open_checkpoint,
     open_weights,
     rename_keys,
@@ -538,18 +537,14 @@ class CheckpointStrategy(ProcessStrategy):
         Raises:
             CheckpointError: on all ranks, if ``path`` cannot be read.
             RuntimeError: keys with ``strict``, or shapes of parameters, do not fit, and nothing was
-                changed. If other prefixes would make all keys fit, the error has that mapping.
+                changed.
         """
         module = self.lightning_module
         assert module is not None
         content = open_weights(local(path), self._checkpoints.weights_only)
         state = rename_keys(content, key_mapping)
-        targets, remedy = named_values(module), list[str]()
-        missing, unexpected = compare_keys(targets, state)
-        if strict and (missing or unexpected):
-            guess = guess_key_mapping(targets, content)
-            remedy += [f"All names fit with key_mapping={guess or None}."] * (guess is not None)
-        require_fit(module, missing, unexpected, strict, remedy)
+        missing, unexpected = compare_keys(named_values(module), state)
+        require_fit(module, missing, unexpected, strict)
         self._load_state(state, False)
         give_back_memory()
         return missing, unexpected

@@ -7,7 +7,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..state_dicts.collective_errors import CheckpointError, run_on_all_ranks
-from ..state_dicts.model_state import compare_keys
 from ..state_dicts.slices import TensorDescription
 from . import single_file
 from .manifest import is_file_name, require_file
@@ -110,31 +108,6 @@ def rename_keys(state: Mapping[str, Any], key_mapping: Mapping[str, str] | None)
             raise ValueError(f"key_mapping gives {key!r} and another key the name {new!r}.")
         result[new] = value
     return result
-
-
-def guess_key_mapping(targets: Mapping[str, Any], keys: Iterable[str]) -> dict[str, str] | None:
-    """Return a ``key_mapping`` of prefixes with which all ``keys`` fit, or None.
-
-    Args:
-        targets: the model's keys and what they stand for.
-        keys: of a file.
-    """
-    for mapping in ({}, {r"_orig_mod\.": ""}):  # what `torch.compile` puts before a module's names
-        state = rename_keys(dict.fromkeys(keys), mapping)
-        parts = next(iter(state), "").split(".")
-        # what the first key has in common with some of the model's, and what is before it there
-        for at in range(len(parts)):
-            end = ".".join(parts[at:])
-            fitting = [key for key in targets if f".{key}".endswith(f".{end}")]
-            for new in dict.fromkeys(key.removesuffix(end) for key in fitting):
-                old = ".".join([*parts[:at], ""])
-                guess = {**mapping, **({f"^{re.escape(old)}": new} if old != new else {})}
-                with suppress(ValueError):
-                    if compare_keys(targets, rename_keys(state, guess)) == ([], []):
-                        return guess
-            if fitting:
-                break
-    return None
 
 
 class WeightsSave(ParallelSave):
