@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import chain, compress
 from pathlib import Path
 from typing import Any
@@ -370,23 +370,22 @@ class CheckpointStrategy(ProcessStrategy):
         """
         if not self.is_global_zero:
             return
-        path = Path(filepath)
-        if self._background is not None and self._background.is_running:
-            self._background.call_after_save(lambda: retire(path, self._links))
-        elif is_remote(filepath) or type(self.checkpoint_io) is not TorchCheckpointIO:
+        if is_remote(filepath) or type(self.checkpoint_io) is not TorchCheckpointIO:
             self.checkpoint_io.remove_checkpoint(filepath)
         else:
-            retire(path, self._links)
+            self._after_save(lambda: retire(Path(filepath), self._links))
 
     def link_checkpoint(self, path: _PATH, link: _PATH) -> None:
         """Make ``link`` lead to a checkpoint, once a save in flight is complete; local."""
-        if not self.is_global_zero or os.path.abspath(path) == os.path.abspath(link):
-            return
-        self._links |= {Path(link)}
-        if self._background is not None and self._background.is_running:
-            self._background.call_after_save(lambda: point(Path(link), Path(path)))
+        if self.is_global_zero and os.path.abspath(path) != os.path.abspath(link):
+            self._links |= {Path(link)}
+            self._after_save(lambda: point(Path(link), Path(path)))
+
+    def _after_save(self, change: Callable[[], None]) -> None:
+        if self._background is None:
+            change()
         else:
-            point(Path(link), Path(path))
+            self._background.call_after_save(change)
 
     # -------------------------------------------------------------------------------------- loading
 
