@@ -575,7 +575,7 @@ def test_links_in_a_directory_are_refused(has_manifest, checkpoint, tmp_path):
     shard = next(bad.glob("*.distcp"))
     shard.unlink()
     shard.symlink_to("/etc/passwd")
-    with pytest.raises(CheckpointError, match=f"{shard.name} is a link"):
+    with pytest.raises(CheckpointError, match=f"{shard.name} .*is a link"):
         ShardedCheckpoint(bad)
 
 
