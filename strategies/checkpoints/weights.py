@@ -22,7 +22,8 @@ from .regions import ParallelSave, Place, allocate
 from .storage import discard, make_folder, require_stage, sync
 from .zip_file import Piece
 
-INDEX = "model.safetensors.index.json"
+INDEX, _ONE_FILE = "model.safetensors.index.json", "model.safetensors"
+_SUFFIXES = (".safetensors", ".safetensors.index.json")
 MAX_FILE_BYTES = 5 * 10**9
 _OWN_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
@@ -51,14 +52,11 @@ def open_weights(path: Path, weights_only: bool) -> dict[str, Any]:
     Raises:
         CheckpointError: on all ranks, if ``path`` cannot be read.
     """
-    if (
-        path.suffix == ".safetensors"
-        or path.name.endswith(".safetensors.index.json")
-        or (path / INDEX).exists()
-        or _single_file(path).exists()
-    ):
+    places = path / INDEX, path / _ONE_FILE, path
+    file = next((f for f in places if f.name.endswith(_SUFFIXES) and f.exists()), None)
+    if file is not None:
         tensors: dict[str, Any] = {}
-        run_on_all_ranks(f"Loading {path}", lambda: tensors.update(_open_safetensors(path)))
+        run_on_all_ranks(f"Loading {path}", lambda: tensors.update(_open_safetensors(file)))
         return tensors
     if not path.is_dir():
         content = single_file.load(path, weights_only)
@@ -69,16 +67,10 @@ def open_weights(path: Path, weights_only: bool) -> dict[str, Any]:
     return dict(state.get("state_dict", state.get("model", state)))
 
 
-def _single_file(folder: Path) -> Path:
-    return folder / "model.safetensors"
-
-
 def _open_safetensors(path: Path) -> dict[str, Tensor]:
     """Return tensors that are mapped, and read when they are used."""
     from safetensors import safe_open
 
-    if path.is_dir():
-        path = path / INDEX if (path / INDEX).exists() else _single_file(path)
     files = [path]
     if path.suffix == ".json":
         weight_map = json.loads(require_file(path).read_text(encoding="utf-8"))["weight_map"]
