@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Set
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..state_dicts.collective_errors import CheckpointError
@@ -48,8 +49,11 @@ def require_base(module: nn.Module, base: Mapping[str, Any], loaded: Container[s
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, shape in base.items():
         parameter = parameters.get(name)
-        is_there = parameter is not None and (name in loaded or not parameter.is_meta)
-        if not is_there or tuple(parameter.size()) != tuple(shape):
+        if (
+            parameter is None
+            or (parameter.is_meta and name not in loaded)
+            or parameter.size() != torch.Size(shape)
+        ):
             raise CheckpointError(
                 f"The checkpoint leaves out the frozen parameter {name!r} of shape {tuple(shape)},"
                 " and the model has none of that shape with values. Build the model that the"
