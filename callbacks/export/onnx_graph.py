@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ...strategies.checkpoints import WEIGHTS_CONFIG, begin_file, commit
+from ...strategies.checkpoints import WEIGHTS_CONFIG, begin, commit
 
 if TYPE_CHECKING:  # its import takes a second
     from torch.export import ExportedProgram
@@ -51,6 +51,6 @@ def write_graph(file: Path) -> None:
             place = {"location": archive.name, "offset": str(reader.get_record_offset(record))}
             for entry in tensor.external_data:
                 entry.value = place.get(entry.key, entry.value)
-    stage = begin_file(file)
+    stage = begin(file)
     stage.write_bytes(model.SerializeToString())
     commit(stage, file)

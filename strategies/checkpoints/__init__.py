@@ -1,9 +1,9 @@
 """Checkpoints: write, find, verify and read them."""
 
 from ..state_dicts.collective_errors import CheckpointError, run_on_all_ranks
-from .archive import WEIGHTS_CONFIG, ArchiveSave, Skeleton, begin_file, export_checkpoint
+from .archive import WEIGHTS_CONFIG, ArchiveSave, Skeleton, export_checkpoint
 from .options import CheckpointOptions
-from .storage import commit
+from .storage import begin, commit
 from .strategy import CheckpointStrategy
 
 __all__ = [
@@ -13,7 +13,7 @@ __all__ = [
     "CheckpointOptions",
     "CheckpointStrategy",
     "Skeleton",
-    "begin_file",
+    "begin",
     "commit",
     "export_checkpoint",
     "run_on_all_ranks",

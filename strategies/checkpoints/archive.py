@@ -103,7 +103,7 @@ class Skeleton:
 
     def write(self, path: Path) -> None:
         """Write the skeleton to a file, which appears when it is complete."""
-        stage = begin_file(path)
+        stage = begin(path)
         with zipfile.ZipFile(stage, "x", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr(_TABLE, json.dumps([self.run, self.weights]))
             for name, content in self.records.items():
@@ -199,10 +199,6 @@ class ArchiveSave(FileSave):
         super().__init__({key: state[key] for key in keys if key in state}, path, replica)
 
     @override
-    def begin(self) -> Path:
-        return begin_file(self.path)
-
-    @override
     def reserve(self, tree: Any, stage: Path) -> Iterable[tuple[Tensor, Place]]:
         records, holes = dict(self._skeleton.records), {}
         # the writer has a record of its own for it, whose name depends on the version
@@ -212,17 +208,12 @@ class ArchiveSave(FileSave):
             if value is None and name in records:
                 # a buffer that no state dict has, as it was when the skeleton was made
                 value = torch.frombuffer(bytearray(records[name] + b"."), dtype=torch.uint8)[:-1]
-            elif value is None:
+            elif value is None or weight != Weight.of(weight.key, value):
+                found = "none" if value is None else Weight.of(weight.key, value)[1:]
                 raise CheckpointError(
                     f"the exported model has {weight.key!r} of {weight[1:]}, and what is to be"
-                    " written has none.\nTake the skeleton of the same run. Of checkpoints that"
+                    f" written has {found}.\nTake the skeleton of the same run. Of checkpoints that"
                     " leave weights out nothing can be exported: choose every='end'."
-                )
-            elif weight != Weight.of(weight.key, value):
-                raise CheckpointError(
-                    f"the exported model has {weight.key!r} of {weight[1:]}, and what is to be"
-                    f" written has {Weight.of(weight.key, value)[1:]}.\nTake the skeleton of the"
-                    " same run."
                 )
             holes[name] = value
         with open(stage, "x+b") as stream:
@@ -238,17 +229,6 @@ class ArchiveSave(FileSave):
             allocate(stream, stream.seek(0, os.SEEK_END))
             starts = {r.name.partition("/")[2]: r.start for r in read_records(stream)}
         return [(value, Place("", starts[name])) for name, value in holes.items()]
-
-
-def begin_file(path: Path) -> Path:
-    """Prepare the place where a file is written first, see :func:`~.storage.begin`.
-
-    Raises:
-        CheckpointError: ``path`` is a folder.
-    """
-    if path.is_dir():
-        raise CheckpointError(f"{path} is a folder, and is to be a file.\nGive another name.")
-    return begin(path)
 
 
 @without_other_ranks()

@@ -64,5 +64,8 @@ class BackgroundSave:
             dist.destroy_process_group(self._group)
 
     def call_after_save(self, callback: Callable[[], None]) -> None:
-        """Run ``callback`` once the save in flight is complete: to delete or link checkpoints."""
-        self._callbacks.append(callback)
+        """Run ``callback`` once no save is in flight: to delete or link checkpoints."""
+        if self.is_running:
+            self._callbacks.append(callback)
+        else:
+            callback()

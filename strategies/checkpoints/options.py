@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +14,7 @@ class CheckpointOptions:
         kind: "file" writes one file that any strategy and ``torch.load`` read, every rank its own
             part; "sharded" writes a directory in torch's distributed format, for FSDP2 and for file
             systems that let one process at a time write a file: on NFS choose "sharded". Loading
-            reads both kinds, whichever is chosen here. ("full" is the old name of "file".)
+            reads both kinds, whichever is chosen here.
         background: copy this rank's shards to CPU memory, for which training waits, and go on while
             a thread writes the copy. There is never more than one copy: a save waits for the save
             before. A save that fails is an error on all ranks when the next step begins, or at the
@@ -25,24 +24,14 @@ class CheckpointOptions:
             a source that you trust.
         exclude_frozen: leave out parameters that needed no gradient in this run: adapters and heads
             alone are saved. To be loaded, on any strategy with `strict=False`, into a model that
-            has the others; here their names, shapes and values must be the same.
-        compare_frozen: with False their values are not compared, and no checksums of them are
-            computed when a checkpoint is saved.
+            has the others; here their names and shapes must be the same.
     """
 
-    kind: Literal["file", "sharded", "full"] = "file"
+    kind: Literal["file", "sharded"] = "file"
     background: bool = False
     weights_only: bool = True
     exclude_frozen: bool = False
-    compare_frozen: bool = True
 
     def __post_init__(self) -> None:
-        if self.kind == "full":
-            warnings.warn(
-                "CheckpointOptions(kind='full') is kind='file' now, which is the default.",
-                FutureWarning,
-                stacklevel=3,
-            )
-            object.__setattr__(self, "kind", "file")
         if self.kind not in ("file", "sharded"):
             raise ValueError(f"CheckpointOptions(kind={self.kind!r}): choose 'file' or 'sharded'.")

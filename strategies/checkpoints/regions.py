@@ -14,8 +14,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -64,26 +63,23 @@ class Region:
 
     def runs(self) -> Iterator[tuple[int, Tensor]]:
         """Yield (offset in the file, bytes) of each range that is contiguous in the file."""
-        sizes, item = self.values.shape, self.values.element_size()
         if not self.values.numel():
             return
-        whole = len(sizes)  # from this dimension on the box is as large as the tensor
-        while whole and sizes[whole - 1] == self.shape[whole - 1]:
-            whole -= 1
-        outer = max(whole - 1, 0)
-        strides = [item * prod(self.shape[k + 1 :]) for k in range(len(sizes))]
+        shape, sizes = self.shape, self.values.shape
+        stride, begins = shape.numel() * self.values.element_size(), [self.place.base]
+        for dim, (first, size) in enumerate(zip(self.offsets, sizes, strict=True)):
+            stride //= shape[dim]  # bytes from one index to the next
+            is_last = sizes[dim + 1 :] == shape[dim + 1 :]  # what follows is whole
+            indices = [first] if is_last else range(first, first + size)
+            begins = [begin + index * stride for begin in begins for index in indices]
+            if is_last:
+                break
         flat = self.values.detach().contiguous().reshape(-1).view(torch.uint8)
-        length = item * prod(sizes[outer:])
-        ranges = [range(a, a + n) for a, n in zip(self.offsets, sizes[:outer], strict=False)]
-        inside = sum(a * s for a, s in zip(self.offsets[outer:], strides[outer:], strict=True))
-        for number, index in enumerate(itertools.product(*ranges)):
-            place = sum(a * s for a, s in zip(index, strides, strict=False))
-            yield self.place.base + place + inside, flat[number * length : (number + 1) * length]
+        yield from zip(begins, flat.chunk(len(begins)), strict=True)
 
     def copy_to_cpu(self) -> Region:
         """Return a region with a copy of the values."""
-        values = self.values.detach().to("cpu", copy=True)
-        return Region(self.place, self.shape, self.offsets, values)
+        return replace(self, values=self.values.detach().to("cpu", copy=True))
 
 
 def allocate(file: BinaryIO, size: int) -> None:

@@ -74,22 +74,19 @@ class ShardedCheckpoint:
         self.state = self._read_state()
 
     def _require_files(self) -> None:
-        """Raise a CheckpointError if a file is shorter than the index says.
+        """Raise a CheckpointError if a file is a link, or shorter than the index says.
 
         Directories of other programs have no manifest, which would say so.
         """
-        needed: dict[str, int] = {}
+        # a link would tell of files elsewhere
+        sizes = {f.name: f.stat().st_size for f in self.folder.iterdir() if not f.is_symlink()}
         for entry in self._metadata.storage_data.values():
-            needed[entry.relative_path] = max(
-                needed.get(entry.relative_path, 0), entry.offset + entry.length
-            )
-        for name, size in needed.items():
-            file = self.folder / name
-            if file.is_symlink():  # it would tell of files elsewhere
-                raise CheckpointError(f"{name} is a link")
-            present = file.stat().st_size if file.is_file() else 0
-            if present < size:
-                raise CheckpointError(f"incomplete: {name} has {present:,} of {size:,} bytes")
+            name, end = entry.relative_path, entry.offset + entry.length
+            size = sizes.get(name, 0)
+            if size < end:
+                raise CheckpointError(
+                    f"incomplete: {name} has {size:,} of {end:,} bytes, or is a link"
+                )
 
     def checkpoint(self) -> dict[str, Any]:
         """Return the checkpoint as Lightning made it, with unread tensors; collective."""

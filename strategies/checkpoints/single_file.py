@@ -7,7 +7,6 @@ own parts of the tensors, through a mapping, and compares its share of the check
 
 from __future__ import annotations
 
-import itertools
 import os
 import pickle
 import zipfile
@@ -118,15 +117,10 @@ def named_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the optimizer states of a loaded checkpoint, with names where it says them."""
     states = checkpoint["optimizer_states"]
     all_names = own_entries(checkpoint).get("optimizer_names", [])
-    numbers = [[group["params"] for group in state["param_groups"]] for state in states]
-    if numbers != [_numbers(names) for names in all_names]:  # a hook changed states or groups
-        return states
+    sizes = [[len(group["params"]) for group in state["param_groups"]] for state in states]
+    if sizes != [[len(members) for members in names] for names in all_names]:
+        return states  # a hook changed states or groups
     return [name_parameters(*pair) for pair in zip(states, all_names, strict=True)]
-
-
-def _numbers(names: list[list[str]]) -> list[list[int]]:
-    numbers = itertools.count()
-    return [[next(numbers) for _ in members] for members in names]
 
 
 def load(path: Path, weights_only: bool) -> dict[str, Any]:

@@ -3,43 +3,36 @@
 ::
 
     folder/step=8.ckpt              complete
-    folder/.unfinished/step=9.ckpt.0f3a...  being written; moved up when it is complete
-    folder/.removed/...             being deleted
+    folder/.zero3-unfinished-0f3a.../step=9.ckpt
+                                    being written; moved up when it is complete
+    folder/.zero3-removed-77ab...   being deleted
     folder/last.zero3-previous.ckpt the checkpoint before, while a directory `last.ckpt` is replaced
                                     (which takes two steps, and a file one); Lightning's
                                     `ckpt_path="last"` (`ModelCheckpoint._find_last_checkpoints`)
                                     finds it there
 
-Others may write to the folder, too. What is in `.unfinished` and `.removed` is deleted, so these
-two must be no links, and are open to this user alone. Where they are another user's, this user's
-have other names (`.unfinished-1000`).
+Others may write to the folder, too. So nobody can know the names of what is written or deleted
+there, and what earlier saves and deletions have left is deleted without following links.
 """
 
 from __future__ import annotations
 
 import errno
-import glob
 import os
-import re
 import shutil
-import stat
-import uuid
 import zipfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 from ..state_dicts.collective_errors import CheckpointError, MissingCheckpointError
 from . import manifest, zip_file
 from .manifest import INDEX, MANIFEST
 
-_UNFINISHED, _REMOVED = ".unfinished", ".removed"
+_UNFINISHED, _REMOVED = ".zero3-unfinished-", ".zero3-removed-"
 # errors of fsync that mean lost bytes; the others: the file system, or the kind of file, has none
 NOT_WRITTEN = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
-_REMEDY = (
-    "Checkpoints are written and deleted in a folder of this name, which zero3 makes itself. Remove"
-    " it, or save to another folder."
-)
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -59,33 +52,27 @@ def local(path: str | os.PathLike[str]) -> Path:
 
 
 def begin(path: Path) -> Path:
-    """Prepare the place where ``path`` is written first: a free name in a folder that exists.
+    """Prepare the place where ``path`` is written first: its name in a new folder of this user's.
 
     Args:
         path: where it will be. A folder that is there must be a checkpoint, since it will be
             replaced.
 
     Raises:
-        CheckpointError: ``path`` is not to be replaced; the folder to write in, or what an earlier
-            save of ``path`` has left in it, is not this user's own.
+        CheckpointError: ``path`` is not to be replaced.
     """
     if path.is_dir() and not path.is_symlink():
         names = {file.name for file in path.iterdir()}
         if names and not names & {MANIFEST, INDEX}:
             raise CheckpointError(f"{path} is a folder with other files.\nWrite to a new name.")
-    unfinished = _own_folder(path.parent / _UNFINISHED)
-    _make_own_folder(unfinished)
     # hazard: a job that writes the same name must not go on in this job's place, so it is unique.
     # What the other has written is lost, and an error there.
-    for left in unfinished.glob(f"{glob.escape(path.name)}.*"):
-        if _name_of(left) == path.name:
-            _require_own(left, may_link=True)
-            _delete(left)
-    return unfinished / f"{path.name}.{uuid.uuid4().hex}"
-
-
-def _name_of(stage: Path) -> str:
-    return re.sub(r"\.[0-9a-f]{32}$", "", stage.name)
+    for left in path.parent.glob(f"{_UNFINISHED}*"):
+        if os.path.lexists(left / path.name):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = path.parent / f"{_UNFINISHED}{uuid4().hex}"
+    folder.mkdir(0o700, parents=True)
+    return folder / path.name
 
 
 def make_folder(path: Path) -> Path:
@@ -109,14 +96,10 @@ def commit(stage: Path, path: Path) -> None:
         # hazard: at any moment one complete checkpoint must have a name
         remove(previous)
         os.rename(path, previous)
-        os.rename(stage, path)
-        os.rename(previous, stage)  # a full disk may have no room for `.removed`
-        _delete(stage)
-    else:
-        os.replace(stage, path)
+    os.replace(stage, path)
     remove(previous)
     sync(path.parent)
-    with suppress(OSError):  # another checkpoint may be written there
+    with suppress(OSError):  # it is not of `begin`
         stage.parent.rmdir()
 
 
@@ -129,11 +112,9 @@ def require_stage(stage: Path, path: Path) -> None:
 
 
 def discard(stage: Path) -> None:
-    """Delete what a save has left, unless it is not this user's own."""
-    with suppress(CheckpointError, OSError):  # the save's own error is the one to raise
-        _require_own(stage.parent)
-        _delete(stage)
-        stage.parent.rmdir()  # unless another checkpoint is written there
+    """Delete what a save has left of what :func:`begin` returned."""
+    assert stage.parent.name.startswith(_UNFINISHED)
+    shutil.rmtree(stage.parent, ignore_errors=True)
 
 
 def remove(path: Path) -> None:
@@ -142,74 +123,16 @@ def remove(path: Path) -> None:
     Raises:
         CheckpointError: ``path`` is no file or folder.
     """
-    if os.path.lexists(path):
-        _delete(path)
-
-
-def _delete(path: Path) -> None:
     if path.is_symlink() or path.is_file():
         path.unlink()
-    elif not path.is_dir():
+    elif path.is_dir():
+        os.rename(path, path.with_name(f"{_REMOVED}{uuid4().hex}"))
+        # this one, and those of interrupted deletions
+        for left in path.parent.glob(f"{_REMOVED}*"):
+            if left.is_dir():  # hazard: `rmtree` of a FIFO waits for a writer
+                shutil.rmtree(left, ignore_errors=True)
+    elif path.exists():
         raise CheckpointError(f"{path} is no file or folder, so it is not deleted.")
-    elif path.parent.name.startswith(_UNFINISHED):
-        # it does not look like a checkpoint, and a full disk may have no room for `.removed`
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        rubbish = _own_folder(path.parent / _REMOVED)
-        _make_own_folder(rubbish)
-        os.rename(path, rubbish / uuid.uuid4().hex)
-        with suppress(OSError):  # something else is in it, or another job has just removed it
-            for left in rubbish.iterdir():  # this one, and those of interrupted deletions
-                if re.fullmatch("[0-9a-f]{32}", left.name):
-                    shutil.rmtree(left, ignore_errors=True)
-            rubbish.rmdir()
-
-
-def _own_folder(folder: Path) -> Path:
-    """Return ``folder``; if it is another user's, a name beside it with this user's number."""
-    if not os.path.lexists(folder) or _is_own(folder):
-        return folder
-    return folder.with_name(f"{folder.name}-{os.geteuid()}")
-
-
-def _make_own_folder(folder: Path) -> None:
-    """Create a folder for this user alone, unless it is there."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    if not _require_own(folder).is_dir():
-        raise CheckpointError(f"{folder} is a file. {_REMEDY}")
-
-
-def _require_own(path: Path, may_link: bool = False) -> Path:
-    """Raise a CheckpointError if ``path`` is a link, a FIFO or the like, or another user's."""
-    mode = path.lstat().st_mode
-    if stat.S_ISLNK(mode) and not may_link:
-        raise CheckpointError(f"{path} is a link to {os.readlink(path)}. {_REMEDY}")
-    if not (stat.S_ISLNK(mode) or stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
-        raise CheckpointError(f"{path} is no file or folder. {_REMEDY}")
-    if not _is_own(path):
-        raise CheckpointError(f"{path} belongs to another user. {_REMEDY}")
-    return path
-
-
-def _is_own(path: Path) -> bool:
-    """Return whether this user owns ``path``, or whoever owns what this user makes beside it.
-
-    A file server may give all files to one user.
-    """
-    owner = path.lstat().st_uid
-    if owner == os.geteuid():
-        return True
-    probe = path.parent / f".{uuid.uuid4().hex}"
-    try:
-        probe.mkdir()
-    except OSError:
-        return False
-    try:
-        return probe.lstat().st_uid == owner
-    finally:
-        probe.rmdir()
 
 
 def retire(path: Path, links: Iterable[Path] = ()) -> None:
@@ -270,10 +193,9 @@ def choose(path: Path, newest: bool) -> tuple[Path, list[str]]:
             checkpoint of the folder.
     """
     remarks = [
-        f"{path.parent / _name_of(stage)}: incomplete: its save did not finish. Delete {stage} if"
-        " no job is writing it."
+        f"{path.with_name(stage.name)}: incomplete: its save did not finish. Delete {stage} if no"
+        " job is writing it."
         for stage in sorted(path.parent.glob(f"{_UNFINISHED}*/*"))
-        if not stage.is_symlink()
     ]
     if not path.exists():
         what = " ".join([f"There is no checkpoint {path}.", *remarks, other_complete(path)])

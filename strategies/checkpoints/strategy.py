@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import chain, compress
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,12 @@ from ..state_dicts.slices import Shards
 from ..support import give_back_memory
 from . import single_file
 from .background import BackgroundSave
-from .frozen import BASE, exclude, frozen_names, require_base, require_base_values
+from .frozen import BASE, exclude, frozen_names, require_base
 from .options import CheckpointOptions
 from .storage import choose, is_remote, local, other_complete, point, retire
 from .weights import (
     MAX_FILE_BYTES,
     WeightsSave,
-    guess_key_mapping,
     open_checkpoint,
     open_weights,
     rename_keys,
@@ -87,8 +86,6 @@ class CheckpointStrategy(ProcessStrategy):
     _links: Set[Path] = frozenset()  # to checkpoints, that this run has made
     # names of what was frozen when the model was sharded and not trained since, to leave out
     _frozen: Set[str] = frozenset()
-    # of a loaded checkpoint without frozen parameters: their shapes and checksums
-    _base: Mapping[str, tuple[Any, int | None]] | None = None
 
     def _follow_groups(self) -> None:
         """Shard anew if the optimizers' groups were edited; collective."""
@@ -206,8 +203,7 @@ class CheckpointStrategy(ProcessStrategy):
             self._save_gradients(checkpoint)
         if self._checkpoints.exclude_frozen and self.engine is not None:
             assert module is not None
-            replica = self.replica[0] if self._checkpoints.compare_frozen else None
-            exclude(checkpoint, self._frozen & frozen_names(module), replica)
+            exclude(checkpoint, self._frozen & frozen_names(module))
         filepath = self.broadcast(filepath)
         is_local = storage_options is None and not is_remote(filepath)
         if self._is_local_only and not is_local:
@@ -374,23 +370,22 @@ class CheckpointStrategy(ProcessStrategy):
         """
         if not self.is_global_zero:
             return
-        path = Path(filepath)
-        if self._background is not None and self._background.is_running:
-            self._background.call_after_save(lambda: retire(path, self._links))
-        elif is_remote(filepath) or type(self.checkpoint_io) is not TorchCheckpointIO:
+        if is_remote(filepath) or type(self.checkpoint_io) is not TorchCheckpointIO:
             self.checkpoint_io.remove_checkpoint(filepath)
         else:
-            retire(path, self._links)
+            self._after_save(lambda: retire(Path(filepath), self._links))
 
     def link_checkpoint(self, path: _PATH, link: _PATH) -> None:
         """Make ``link`` lead to a checkpoint, once a save in flight is complete; local."""
-        if not self.is_global_zero or os.path.abspath(path) == os.path.abspath(link):
-            return
-        self._links |= {Path(link)}
-        if self._background is not None and self._background.is_running:
-            self._background.call_after_save(lambda: point(Path(link), Path(path)))
+        if self.is_global_zero and os.path.abspath(path) != os.path.abspath(link):
+            self._links |= {Path(link)}
+            self._after_save(lambda: point(Path(link), Path(path)))
+
+    def _after_save(self, change: Callable[[], None]) -> None:
+        if self._background is None:
+            change()
         else:
-            point(Path(link), Path(path))
+            self._background.call_after_save(change)
 
     # -------------------------------------------------------------------------------------- loading
 
@@ -456,25 +451,17 @@ class CheckpointStrategy(ProcessStrategy):
         """
         module, state = self.lightning_module, checkpoint["state_dict"]
         assert module is not None
-        self._base = checkpoint.get(BASE)
-        if self._base is None:
+        base = checkpoint.get(BASE)
+        if base is None:
             self._pending_weights = ()
             _warn_of_keys(*self._load_state(state, strict))
             return
-        require_base(module, self._base, self.pending_keys())
+        require_base(module, base, self.pending_keys())
         missing, unexpected = compare_keys(named_values(module), state)
-        missing = [key for key in missing if key not in self._base]
+        missing = [key for key in missing if key not in base]
         require_fit(module, missing, unexpected, strict)
         _warn_of_keys(missing, unexpected)
         self._load_state(state, False)
-        if self._has_shards(module):
-            self._compare_base()
-
-    def _compare_base(self) -> None:
-        """Compare the values of frozen parameters that a loaded checkpoint does not have."""
-        base, self._base = self._base, None
-        if base is not None:
-            require_base_values(self.sliced_state_dict(), base, self.replica[0])
 
     def _load_state(self, state: Mapping[str, Any], strict: bool) -> tuple[list[str], list[str]]:
         """Load weights into shards or a module with memory, or let them wait for the shards."""
@@ -522,7 +509,6 @@ class CheckpointStrategy(ProcessStrategy):
                 )
             load_state_dict(self.engine, self.lightning_module, state, False)
         self._pending_weights = ()
-        self._compare_base()
         give_back_memory()
 
     # -------------------------------------------------------------------------------- weights alone
@@ -550,18 +536,14 @@ class CheckpointStrategy(ProcessStrategy):
         Raises:
             CheckpointError: on all ranks, if ``path`` cannot be read.
             RuntimeError: keys with ``strict``, or shapes of parameters, do not fit, and nothing was
-                changed. If other prefixes would make all keys fit, the error has that mapping.
+                changed.
         """
         module = self.lightning_module
         assert module is not None
         content = open_weights(local(path), self._checkpoints.weights_only)
         state = rename_keys(content, key_mapping)
-        targets, remedy = named_values(module), list[str]()
-        missing, unexpected = compare_keys(targets, state)
-        if strict and (missing or unexpected):
-            guess = guess_key_mapping(targets, content)
-            remedy += [f"All names fit with key_mapping={guess or None}."] * (guess is not None)
-        require_fit(module, missing, unexpected, strict, remedy)
+        missing, unexpected = compare_keys(named_values(module), state)
+        require_fit(module, missing, unexpected, strict)
         self._load_state(state, False)
         give_back_memory()
         return missing, unexpected
@@ -577,8 +559,8 @@ class CheckpointStrategy(ProcessStrategy):
         Each rank writes its own part. Of tied weights the first is written, as Hugging Face does.
 
         Args:
-            folder: receives the files when all are written: they are in `folder/.unfinished` until
-                then. Other files in it stay.
+            folder: receives the files when all are written: they are in a folder
+                `.zero3-unfinished-*` of it until then. Other files in it stay.
             key_mapping: pattern -> replacement, which ``re.sub`` applies to the model's keys in
                 order: ``{r"^model\\.": ""}`` for a model of Hugging Face's in ``self.model``.
             max_file_bytes: the most bytes of a file.

@@ -7,7 +7,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..state_dicts.collective_errors import CheckpointError, run_on_all_ranks
-from ..state_dicts.model_state import compare_keys
 from ..state_dicts.slices import TensorDescription
 from . import single_file
 from .manifest import is_file_name, require_file
@@ -24,7 +22,8 @@ from .regions import ParallelSave, Place, allocate
 from .storage import discard, make_folder, require_stage, sync
 from .zip_file import Piece
 
-INDEX = "model.safetensors.index.json"
+INDEX, _ONE_FILE = "model.safetensors.index.json", "model.safetensors"
+_SUFFIXES = (".safetensors", ".safetensors.index.json")
 MAX_FILE_BYTES = 5 * 10**9
 _OWN_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
@@ -53,14 +52,11 @@ def open_weights(path: Path, weights_only: bool) -> dict[str, Any]:
     Raises:
         CheckpointError: on all ranks, if ``path`` cannot be read.
     """
-    if (
-        path.suffix == ".safetensors"
-        or path.name.endswith(".safetensors.index.json")
-        or (path / INDEX).exists()
-        or _single_file(path).exists()
-    ):
+    places = path / INDEX, path / _ONE_FILE, path
+    file = next((f for f in places if f.name.endswith(_SUFFIXES) and f.exists()), None)
+    if file is not None:
         tensors: dict[str, Any] = {}
-        run_on_all_ranks(f"Loading {path}", lambda: tensors.update(_open_safetensors(path)))
+        run_on_all_ranks(f"Loading {path}", lambda: tensors.update(_open_safetensors(file)))
         return tensors
     if not path.is_dir():
         content = single_file.load(path, weights_only)
@@ -71,16 +67,10 @@ def open_weights(path: Path, weights_only: bool) -> dict[str, Any]:
     return dict(state.get("state_dict", state.get("model", state)))
 
 
-def _single_file(folder: Path) -> Path:
-    return folder / "model.safetensors"
-
-
 def _open_safetensors(path: Path) -> dict[str, Tensor]:
     """Return tensors that are mapped, and read when they are used."""
     from safetensors import safe_open
 
-    if path.is_dir():
-        path = path / INDEX if (path / INDEX).exists() else _single_file(path)
     files = [path]
     if path.suffix == ".json":
         weight_map = json.loads(require_file(path).read_text(encoding="utf-8"))["weight_map"]
@@ -110,31 +100,6 @@ def rename_keys(state: Mapping[str, Any], key_mapping: Mapping[str, str] | None)
             raise ValueError(f"key_mapping gives {key!r} and another key the name {new!r}.")
         result[new] = value
     return result
-
-
-def guess_key_mapping(targets: Mapping[str, Any], keys: Iterable[str]) -> dict[str, str] | None:
-    """Return a ``key_mapping`` of prefixes with which all ``keys`` fit, or None.
-
-    Args:
-        targets: the model's keys and what they stand for.
-        keys: of a file.
-    """
-    for mapping in ({}, {r"_orig_mod\.": ""}):  # what `torch.compile` puts before a module's names
-        state = rename_keys(dict.fromkeys(keys), mapping)
-        parts = next(iter(state), "").split(".")
-        # what the first key has in common with some of the model's, and what is before it there
-        for at in range(len(parts)):
-            end = ".".join(parts[at:])
-            fitting = [key for key in targets if f".{key}".endswith(f".{end}")]
-            for new in dict.fromkeys(key.removesuffix(end) for key in fitting):
-                old = ".".join([*parts[:at], ""])
-                guess = {**mapping, **({f"^{re.escape(old)}": new} if old != new else {})}
-                with suppress(ValueError):
-                    if compare_keys(targets, rename_keys(state, guess)) == ([], []):
-                        return guess
-            if fitting:
-                break
-    return None
 
 
 class WeightsSave(ParallelSave):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..engine import Chunk, Zero3Engine
-from .collective_errors import CheckpointError, describe_error, run_on_all_ranks
+from .collective_errors import run_on_all_ranks
 from .slices import SavedTensor, Shards, SlicedTensor, slice_of
 
 
@@ -178,24 +178,16 @@ def load_module(
         missing and unexpected keys, as far as the module's ``load_state_dict`` returns them.
 
     Raises:
-        RuntimeError: keys with ``strict``, or shapes, do not fit: the module's own error, if all
-            ranks have the same one.
-        CheckpointError: on all ranks, if some rank could not read.
+        CheckpointError: on all ranks, if some rank could not read, or keys with ``strict``, or
+            shapes, do not fit.
     """
-    error, found = None, None
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    try:
+
+    def load() -> tuple[list[str], list[str]]:
         found = module.load_state_dict({**state, **_read(state, parameters)}, strict=strict)
-    except Exception as raised:
-        error = raised
-    messages = run_on_all_ranks("Loading weights", lambda: describe_error(error))
-    # the same text on all ranks: an error about the model or the keys, which the ranks share
-    if error is not None and messages.count(messages[0]) == len(messages):
-        raise error
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise CheckpointError(f"Loading weights failed on rank {rank}: {message}") from error
-    return getattr(found, "missing_keys", []), getattr(found, "unexpected_keys", [])
+        return getattr(found, "missing_keys", []), getattr(found, "unexpected_keys", [])
+
+    return run_on_all_ranks("Loading weights", load)[0]
 
 
 def _read(state: Mapping[str, Any], excluded: Container[str] = ()) -> dict[str, Tensor]:

@@ -68,7 +68,7 @@ def fit(world_size, module, epochs, read=None, options=None):
 
 
 def train(rank, world_size, folder, kind):
-    options = {"kind": kind, "compare_frozen": True}
+    options = {"kind": kind}
     first = Finetuned()
     runner = fit(world_size, first, 1, options=options)
     runner.strategy.save_weights(f"{folder}/base")
@@ -86,7 +86,6 @@ def train(rank, world_size, folder, kind):
     errors = {}
     cases = {
         "other shape": Finetuned(width=WIDTH + 1),
-        "other values": Finetuned(seed=4),
         "no values": Finetuned(weights="none"),
     }
     cases["no values"].configure_model = lambda: None
@@ -102,10 +101,9 @@ def test_what_is_trained_alone_is_saved_and_loaded(kind, tmp_path):
     errors, others = run_ranks(train, 2, str(tmp_path), kind, timeout=100)
     assert errors == others
     name, shape = "net.0.base.weight", (WIDTH, WIDTH)
-    begin = f"The checkpoint leaves out the frozen parameter '{name}' of shape {shape}, and the"
-    assert errors["other shape"].startswith(f"{begin} model has the shape {(WIDTH + 1,) * 2}.")
-    assert errors["no values"].startswith(f"{begin} model has no values for it")
-    assert f"{name!r} (and 3 more) has other values than" in errors["other values"]
+    for error in errors.values():
+        assert error.startswith(f"The checkpoint leaves out the frozen parameter {name!r} of shape")
+        assert f"{shape}, and the model has none of that shape with values." in error
     if kind == "sharded":
         return
     state = torch.load(tmp_path / "a.ckpt", weights_only=True)
@@ -120,27 +118,6 @@ def test_what_is_trained_alone_is_saved_and_loaded(kind, tmp_path):
             assert torch.equal(value, expected[key])
         elif key in trained:
             assert torch.equal(value, state["state_dict"][key])
-
-
-def freeze_later(rank, world_size, folder):
-    """Train everything, then the adapters alone in another run, whose checkpoint lacks the rest."""
-    module = Finetuned()
-    module.net.requires_grad_(True)
-    fit(world_size, module, 1)
-    for layer in module.net:
-        layer.base.requires_grad_(False)
-    fit(world_size, module, 1).save_checkpoint(f"{folder}/a.ckpt")
-    with pytest.raises(CheckpointError, match=r"'net.0.base.weight' .* has other values than"):
-        fit(world_size, Finetuned(), 2, f"{folder}/a.ckpt")
-    base = {"net": [layer.base.state_dict() for layer in module.net]}
-    again = Finetuned()
-    for layer, state in zip(again.net, base["net"], strict=True):
-        layer.base.load_state_dict(state)
-    fit(world_size, again, 2, f"{folder}/a.ckpt")
-
-
-def test_weights_that_another_run_trained_are_missed(tmp_path):
-    run_ranks(freeze_later, 2, str(tmp_path), timeout=60)
 
 
 def average(rank, world_size):

@@ -294,11 +294,6 @@ def test_two_jobs_that_write_one_name(tmp_path):
     assert torch.equal(torch.load(path, weights_only=True)["a"], torch.ones(3))
 
 
-def test_the_old_name_is_told():
-    with pytest.warns(FutureWarning, match="kind='full'.* is kind='file' now"):
-        assert CheckpointOptions(kind="full") == CheckpointOptions()
-
-
 # ---- large ---------------------------------------------------------------------------------------
 
 

@@ -75,7 +75,7 @@ def plain(batch):
     return batch
 
 
-def make_trainer(folder, options, every=1, callbacks=(), checkpoint="full", **kwargs):
+def make_trainer(folder, options, every=1, callbacks=(), checkpoint="file", **kwargs):
     checkpoints = ModelCheckpoint(
         folder, "{step}", save_top_k=-1, every_n_train_steps=every, save_last=False
     )
