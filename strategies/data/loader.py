@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from .dispatch import dispatch
 from .no_batch import NoBatch
 from .options import DataOptions, Stage
 from .seeding import WorkerInit
-from .stream import is_stateful
 
 VERSION = 3
 
@@ -284,7 +282,6 @@ class ShardedLoader(DataLoader):
         if done_batches is None:
             done_batches = saved_place.batches * state["row_samples"] // self.row_samples
         place = replace(saved_place, batches=done_batches, position=position)
-        self._warn_of_skipping(place)
         self._resume_place = place
         # A loop that calls no `set_epoch` continues with the next epoch after a finished one.
         self.epoch = place.epoch + place.is_finished
@@ -323,23 +320,6 @@ class ShardedLoader(DataLoader):
                 f"{self.label}: the user shards the data by rank, so the positions of"
                 f" {state['world_size']} ranks mean nothing on {self.world_size}.\nResume on"
                 f" {state['world_size']} ranks, or let the strategy shard the data."
-            )
-
-    def _warn_of_skipping(self, place: Place) -> None:
-        has_to_skip = (
-            place.position is not None
-            and place.batches
-            and not place.is_finished
-            and self._loaded_state is None
-        )
-        is_stream = self.feed.kind == "stream" and not is_stateful(self.dataset)
-        if has_to_skip and is_stream and self.rank == 0:
-            warnings.warn(
-                f"{self.label}: {type(self.dataset).__name__} cannot go to a position, so items"
-                " from before the checkpoint are read again, and dropped.\nGive the dataset (or"
-                " its iterator) `state_dict()`, called after each batch, and"
-                " `load_state_dict(state)`, after which iter() continues there.",
-                stacklevel=3,
             )
 
     # ---- attributes of a `DataLoader` that Lightning and users read --------------------------

@@ -64,22 +64,12 @@ class MapFeed(Feed):
         owner = self.rank if self.is_sharded_by_user else 0
         sampler.draw_seed = derive_seed(sampler.seed, epoch, cycle, salt, owner)
         plan = sampler.plan()
-        start = plan.start
         # Of this generator, `DataLoader` draws the seeds that workers begin with.
-        self.loader.generator.manual_seed(derive_seed(sampler.draw_seed, self.rank, start))
-        ranks = len(sampler.ranks)
-        # Positions of full rows by multiplication, because this runs for every batch, and batches
-        # can be tiny. The last full row is left out, because it may belong to the tail.
-        row_items = plan.row_items
-        full_rows = (plan.items - start) // row_items - 1
-        number = 0  # not `enumerate`, which would keep each batch until the next one is read
-        for batch in iter(self.loader):
-            row = number // ranks + 1
+        self.loader.generator.manual_seed(derive_seed(sampler.draw_seed, self.rank, plan.start))
+        number = ranks = len(sampler.ranks)
+        for batch in iter(self.loader):  # not `enumerate`, which would keep each batch
+            yield batch, plan.items_after(number // ranks)
             number += 1
-            if row < full_rows:
-                yield batch, start + row * row_items
-            else:
-                yield batch, plan.items_after(row)
             del batch  # the caller may have dropped the batch: free its memory for the next one
 
     def batches_per_rank(self) -> list[int]:

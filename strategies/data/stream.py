@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,19 +21,12 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ..support.random_states import derive_seed, seed_cpu
 from .no_batch import NoBatch
-from .order import RowPlan, stream_rows
+from .order import Mark, RowEnd, RowPlan, stream_rows
 from .seeding import draw_apart
 from .tensor_pickle import checksum
 
 # How a pass uses its position: not at all, or to continue the epoch or begin the next one there.
 _FROM_BEGINNING, _WITHIN_EPOCH, _AFTER_EPOCH = 0, 1, 2
-
-# {"read": items read, "state": the dataset's own state or None, "begin": its state at the start of
-# the epoch}
-Mark = dict[str, Any]
-
-# A mark, rows to drop after it, and whether the worker has ended; see `StreamRow`.
-MarkedRow = tuple[Mark | None, int, bool]
 
 
 class WorkerRow(NamedTuple):
@@ -43,7 +37,7 @@ class WorkerRow(NamedTuple):
 
     worker: int
     batches: list[Any]  # of the ranks that are asked for and have one
-    mark: MarkedRow
+    end: RowEnd
     first_sample: int | None  # the checksum of the pass's first sample, with the worker's first row
 
 
@@ -52,16 +46,16 @@ class StreamPosition:
     """The reading positions of all workers.
 
     Attributes:
-        marks: by worker, that of its last row that was handed over.
+        marks: by worker, the end of its last row that was handed over.
         turn: the worker whose row comes next.
     """
 
-    marks: dict[int, MarkedRow] = field(default_factory=dict)
+    marks: dict[int, RowEnd] = field(default_factory=dict)
     turn: int = 0
 
     def advance(self, row: WorkerRow, workers: int) -> StreamPosition:
         """Return the position after ``row``."""
-        marks = {**self.marks, row.worker: row.mark}
+        marks = {**self.marks, row.worker: row.end}
         return StreamPosition(marks, (row.worker + 1) % max(1, workers))
 
 
@@ -149,21 +143,21 @@ class StreamShard(IterableDataset):
             cursor.begin_epoch_after(mark)
             mark, rows_to_skip = None, 0
         else:
-            cursor.begin_pass(mark, self.label if worker == 0 else None)
+            cursor.begin_pass(mark, self.label if worker == 0 and 0 in self.ranks else None)
         self.begin_state = cursor.begin_state
         rows = stream_rows(cursor, self.shape, cursor.make_mark, cursor.head, mark)
         needs_checksum = self.shape.world > 1
-        for row in itertools.islice(rows, rows_to_skip, None):
-            read = 0 if row.mark is None else row.mark["read"]
+        for cells, end in itertools.islice(rows, rows_to_skip, None):
+            mark, number, _ = end
+            read = 0 if mark is None else mark["read"]
             batches = [
-                self._make_batch(row.cells[rank], derive_seed(seed, read, row.rows_to_skip, rank))
+                self._make_batch(cells[rank], derive_seed(seed, read, number, rank))
                 for rank in self.ranks
-                if row.cells[rank] or self.needs_padding
+                if cells[rank] or self.needs_padding
             ]
-            first_sample = checksum(row.cells[0][0]) if needs_checksum else None
+            first_sample = checksum(cells[0][0]) if needs_checksum else None
             needs_checksum = False
-            mark_after = (row.mark, row.rows_to_skip, row.is_last)
-            yield WorkerRow(worker, batches, mark_after, first_sample)
+            yield WorkerRow(worker, batches, end, first_sample)
             del batches
 
     def _make_batch(self, cell: list[Any], seed: int) -> Any:
@@ -239,7 +233,15 @@ class Cursor:
         return items
 
     def _skip_items(self, count: int, label: str | None) -> None:
-        """Read ``count`` items and drop them, with a bar on stderr."""
+        """Read ``count`` items and drop them; say so with ``label``, and show a bar on stderr."""
+        if label is not None:
+            warnings.warn(
+                f"{label}: {type(self.dataset).__name__} cannot go to a position, so items from"
+                " before the checkpoint are read again, and dropped.\nGive the dataset (or its"
+                " iterator) `state_dict()`, called after each batch, and `load_state_dict(state)`,"
+                " after which iter() continues there.",
+                stacklevel=2,
+            )
         items = itertools.islice(self, count)
         for _ in tqdm(items, f"{label}: skipping", count, disable=label is None):
             pass

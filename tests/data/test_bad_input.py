@@ -130,9 +130,11 @@ def test_a_stream_that_is_shorter_than_it_was():
     batches = iter(loader)
     next(batches), next(batches), next(batches)
     resumed = shards(lambda: DataLoader(Stream(4), batch_size=2), 1)[0]
-    with pytest.warns(UserWarning, match="cannot go to a position"):
-        resumed.load_state_dict(loader.state_dict())
-    with pytest.raises(RuntimeError, match=r"Stream ended after 4 items while skipping the 6"):
+    resumed.load_state_dict(loader.state_dict())
+    with (
+        pytest.warns(UserWarning, match="cannot go to a position"),
+        pytest.raises(RuntimeError, match=r"Stream ended after 4 items while skipping the 6"),
+    ):
         list(resumed)
 
 
