@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from ..support import profile_range
 from ..support.random_states import derive_seed
 from .base_feed import Feed, Place
-from .device import DeviceFeed
+from .device import place_on
 from .dispatch import dispatch
 from .no_batch import NoBatch
 from .options import DataOptions, Stage
@@ -180,7 +180,7 @@ class ShardedLoader(DataLoader):
         if not self.place_on_device:
             return pairs
         # Without workers, the dataset may look at what the current step changes.
-        return DeviceFeed(pairs, self.device, ahead=self.feed.loader.num_workers > 0)
+        return place_on(self.device, pairs, ahead=self.feed.loader.num_workers > 0)
 
     # ---- lengths ---------------------------------------------------------------------------
 
