@@ -252,7 +252,7 @@ class ShardedLoader(DataLoader):
         place = self.place
         state: dict[str, Any] = {
             "version": VERSION,
-            "place": {**vars(place), "position": self.feed.save_position(place.position)},
+            "place": dict(vars(place)),
             "seed": self.seed,
             "world_size": self.world_size,
             "row_samples": self.row_samples,
@@ -261,7 +261,7 @@ class ShardedLoader(DataLoader):
         }
         if self.feed.is_sharded_by_user and self.world_size > 1:
             positions: list[Any] = [None] * self.world_size
-            dist.all_gather_object(positions, state["place"]["position"])
+            dist.all_gather_object(positions, place.position)
             state["position_per_rank"] = positions
         return state
 
@@ -271,11 +271,11 @@ class ShardedLoader(DataLoader):
         self.seed = state["seed"]
         self.feed.reseed(state["seed"])
         saved_place = Place(**state["place"])
-        saved_position = saved_place.position
+        position = saved_place.position
         if "position_per_rank" in state:
-            saved_position = state["position_per_rank"][self.rank]
+            position = state["position_per_rank"][self.rank]
         self.feed.set_epoch(saved_place.epoch)
-        position = self.feed.load_position(saved_position, state["feed"])
+        self.feed.require_same(state["feed"])
         self._origin = None
         self._history.clear()
         done_batches = self.feed.count_done_batches(position)

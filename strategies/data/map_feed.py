@@ -91,11 +91,7 @@ class MapFeed(Feed):
             "items": self.sampler.items,
         }
 
-    def save_position(self, position: int | None) -> int:
-        """See `Feed`."""
-        return position or 0
-
-    def load_position(self, state: int, saved: dict[str, Any]) -> int:
+    def require_same(self, saved: dict[str, Any]) -> None:
         """See `Feed`."""
         own_facts = self.describe()
         for name, meaning in (
@@ -106,11 +102,10 @@ class MapFeed(Feed):
             if saved[name] != own_facts[name]:
                 raise ValueError(
                     f"{self.label}: the checkpoint's loader differs from this one: {meaning}"
-                    f" {saved[name]!r} then, {own_facts[name]!r} now. Position {state} would mean"
+                    f" {saved[name]!r} then, {own_facts[name]!r} now. Its position would mean"
                     " other samples.\nResume with the same dataset and sampler, or start a new"
                     " run from the weights only."
                 )
-        return state
 
     def set_epoch(self, epoch: int) -> None:
         """See `Feed`."""

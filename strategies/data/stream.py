@@ -12,8 +12,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -41,22 +40,20 @@ class WorkerRow(NamedTuple):
     first_sample: int | None  # the checksum of the pass's first sample, with the worker's first row
 
 
-@dataclass(frozen=True, eq=False)
-class StreamPosition:
-    """The reading positions of all workers.
+class StreamPosition(TypedDict):
+    """The reading positions of all workers."""
 
-    Attributes:
-        marks: by worker, the end of its last row that was handed over.
-        turn: the worker whose row comes next.
-    """
+    marks: dict[int, RowEnd]  # by worker, the end of its last row that was handed over
+    turn: int  # the worker whose row comes next
 
-    marks: dict[int, RowEnd] = field(default_factory=dict)
-    turn: int = 0
 
-    def advance(self, row: WorkerRow, workers: int) -> StreamPosition:
-        """Return the position after ``row``."""
-        marks = {**self.marks, row.worker: row.end}
-        return StreamPosition(marks, (row.worker + 1) % max(1, workers))
+BEGINNING: StreamPosition = {"marks": {}, "turn": 0}
+
+
+def advance(position: StreamPosition, row: WorkerRow, workers: int) -> StreamPosition:
+    """Return the position after ``row``, which came after ``position``."""
+    marks = {**position["marks"], row.worker: row.end}
+    return {"marks": marks, "turn": (row.worker + 1) % max(1, workers)}
 
 
 class StreamShard(IterableDataset):
@@ -97,7 +94,7 @@ class StreamShard(IterableDataset):
         self.is_batched = is_batched
         self.items_per_seed = 1 if per_sample else shape.row_items
         self.label = label
-        self.position = StreamPosition()
+        self.position = BEGINNING
         self.begin_state: Any = None  # of the dataset in this process, when the newest pass began
         # [epoch, resume mode, seed of the random numbers]
         self.control = torch.zeros(3, dtype=torch.int64, device="cpu").share_memory_()
@@ -112,7 +109,7 @@ class StreamShard(IterableDataset):
         self.position = position
         resume_mode = _AFTER_EPOCH if is_new_epoch else _WITHIN_EPOCH
         self.control[0], self.control[2] = epoch, seed
-        self.control[1] = resume_mode if position.marks else _FROM_BEGINNING
+        self.control[1] = resume_mode if position["marks"] else _FROM_BEGINNING
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(epoch)
 
@@ -125,9 +122,9 @@ class StreamShard(IterableDataset):
         seed = derive_seed(seed, worker)
         mark, rows_to_skip, has_ended = None, 0, False
         if resume_mode != _FROM_BEGINNING:
-            mark, rows_to_skip, has_ended = self.position.marks.get(worker, (None, 0, False))
+            mark, rows_to_skip, has_ended = self.position["marks"].get(worker, (None, 0, False))
         if resume_mode == _WITHIN_EPOCH:
-            if worker < self.position.turn:
+            if worker < self.position["turn"]:
                 # `DataLoader` asks its workers in turn, from worker 0 on. With this, the first row
                 # is that of the right one.
                 yield None
