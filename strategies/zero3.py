@@ -21,7 +21,6 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.optim import Optimizer
@@ -59,7 +58,6 @@ from .numerics.precision import (
     kept_names,
     wire_dtype,
 )
-from .numerics.rerun import SecondRun
 from .optimizers.classify import Stepping
 from .optimizers.host_steps import FUSED
 from .optimizers.param_groups import ParamGroups
@@ -228,7 +226,6 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self._moved: Activations | None = None  # of the engine that is there
         self._stop_on_nonfinite = stop_on_nonfinite
         self._finite_check: FiniteCheck | None = None
-        self._second_run: SecondRun | None = None  # None if a micro-batch cannot be run again
         self._watch_options = (
             None
             if watch is None or watch is False
@@ -386,6 +383,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         )
         if budget is not None:
             self._moved = Activations(budget, engine)
+        if self._stop_on_nonfinite:
+            self._finite_check = FiniteCheck(self._trainer, engine, super().training_step)
         return engine
 
     def _engine_options(self) -> dict[str, Any]:
@@ -437,7 +436,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
                 self.engine.unshard()
                 self.engine = None
         self.stop_watch()
-        self._set_finite_check(None)
+        if self._finite_check is not None:
+            self._finite_check.close()
         steps = [] if self.engine is None else list(self.engine.steps.values())
         for step in steps:
             step.abandon()
@@ -466,12 +466,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self._follow_groups()
         assert self.engine is not None
         self._data.on_train_batch_start(self._trainer, self.engine.collectives.all_gather_object)
-        if self._stop_on_nonfinite and (
-            self._finite_check is None or self._finite_check.engine is not self.engine
-        ):
-            self._set_finite_check(self.engine)
-        if self._second_run is not None:
-            self._second_run.begin()
+        if self._finite_check is not None:
+            self._finite_check.begin()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -499,24 +495,6 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
                 is_overridden(hook, module)
                 for hook in ("on_before_zero_grad", "optimizer_zero_grad")
             )
-        )
-
-    def _set_finite_check(self, engine: Zero3Engine | None) -> None:
-        """Check steps of ``engine`` for nan and inf from now on; check none if it is None."""
-        if self._finite_check is not None:
-            self._finite_check.close()
-        self._finite_check = self._second_run = None
-        if engine is None:
-            return
-        module = self._trainer.lightning_module
-        has_iterator = is_param_in_hook_signature(
-            module.training_step, "dataloader_iter", explicit=True
-        )
-        if module.automatic_optimization and not engine.reducer.once and not has_iterator:
-            self._second_run = SecondRun(self._trainer, engine, super().training_step)
-        # The loss scaler of "16-mixed" skips steps whose gradients overflow.
-        self._finite_check = FiniteCheck(
-            engine, self._second_run, gradients=self.precision_plugin.precision != "16-mixed"
         )
 
     @override

@@ -28,7 +28,8 @@ class Place:
         epoch: the epoch whose order the pass reads.
         cycle: pass within the epoch; above 0 when a combined loader starts a short loader again.
         batches: this rank's batches of the pass that the loader has handed over.
-        position: the position in the feed's own measure; None means the beginning.
+        position: the position in the feed's own measure, of plain containers; None means the
+            beginning.
         is_new_epoch: ``position`` is the end of the epoch before.
         is_finished: the pass has no batch left.
     """
@@ -86,12 +87,8 @@ class Feed(ABC):
         """Describe the data by facts that a state's feed and this feed must have in common."""
 
     @abstractmethod
-    def save_position(self, position: Any) -> Any:
-        """Convert a position to plain containers."""
-
-    @abstractmethod
-    def load_position(self, state: Any, saved: dict[str, Any]) -> Any:
-        """Convert back from `save_position`; raises `ValueError` if ``saved`` is of other data."""
+    def require_same(self, saved: dict[str, Any]) -> None:
+        """Raise a `ValueError` if ``saved``, from `describe`, is of other data."""
 
     @abstractmethod
     def reseed(self, seed: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,12 +14,11 @@ from torch.utils.data import DataLoader
 from ..support import profile_range
 from ..support.random_states import derive_seed
 from .base_feed import Feed, Place
-from .device import DeviceFeed
+from .device import place_on
 from .dispatch import dispatch
 from .no_batch import NoBatch
 from .options import DataOptions, Stage
 from .seeding import WorkerInit
-from .stream import is_stateful
 
 VERSION = 3
 
@@ -182,7 +180,7 @@ class ShardedLoader(DataLoader):
         if not self.place_on_device:
             return pairs
         # Without workers, the dataset may look at what the current step changes.
-        return DeviceFeed(pairs, self.device, ahead=self.feed.loader.num_workers > 0)
+        return place_on(self.device, pairs, ahead=self.feed.loader.num_workers > 0)
 
     # ---- lengths ---------------------------------------------------------------------------
 
@@ -254,7 +252,7 @@ class ShardedLoader(DataLoader):
         place = self.place
         state: dict[str, Any] = {
             "version": VERSION,
-            "place": {**vars(place), "position": self.feed.save_position(place.position)},
+            "place": dict(vars(place)),
             "seed": self.seed,
             "world_size": self.world_size,
             "row_samples": self.row_samples,
@@ -263,7 +261,7 @@ class ShardedLoader(DataLoader):
         }
         if self.feed.is_sharded_by_user and self.world_size > 1:
             positions: list[Any] = [None] * self.world_size
-            dist.all_gather_object(positions, state["place"]["position"])
+            dist.all_gather_object(positions, place.position)
             state["position_per_rank"] = positions
         return state
 
@@ -273,18 +271,17 @@ class ShardedLoader(DataLoader):
         self.seed = state["seed"]
         self.feed.reseed(state["seed"])
         saved_place = Place(**state["place"])
-        saved_position = saved_place.position
+        position = saved_place.position
         if "position_per_rank" in state:
-            saved_position = state["position_per_rank"][self.rank]
+            position = state["position_per_rank"][self.rank]
         self.feed.set_epoch(saved_place.epoch)
-        position = self.feed.load_position(saved_position, state["feed"])
+        self.feed.require_same(state["feed"])
         self._origin = None
         self._history.clear()
         done_batches = self.feed.count_done_batches(position)
         if done_batches is None:
             done_batches = saved_place.batches * state["row_samples"] // self.row_samples
         place = replace(saved_place, batches=done_batches, position=position)
-        self._warn_of_skipping(place)
         self._resume_place = place
         # A loop that calls no `set_epoch` continues with the next epoch after a finished one.
         self.epoch = place.epoch + place.is_finished
@@ -323,23 +320,6 @@ class ShardedLoader(DataLoader):
                 f"{self.label}: the user shards the data by rank, so the positions of"
                 f" {state['world_size']} ranks mean nothing on {self.world_size}.\nResume on"
                 f" {state['world_size']} ranks, or let the strategy shard the data."
-            )
-
-    def _warn_of_skipping(self, place: Place) -> None:
-        has_to_skip = (
-            place.position is not None
-            and place.batches
-            and not place.is_finished
-            and self._loaded_state is None
-        )
-        is_stream = self.feed.kind == "stream" and not is_stateful(self.dataset)
-        if has_to_skip and is_stream and self.rank == 0:
-            warnings.warn(
-                f"{self.label}: {type(self.dataset).__name__} cannot go to a position, so items"
-                " from before the checkpoint are read again, and dropped.\nGive the dataset (or"
-                " its iterator) `state_dict()`, called after each batch, and"
-                " `load_state_dict(state)`, after which iter() continues there.",
-                stacklevel=3,
             )
 
     # ---- attributes of a `DataLoader` that Lightning and users read --------------------------

@@ -64,22 +64,12 @@ class MapFeed(Feed):
         owner = self.rank if self.is_sharded_by_user else 0
         sampler.draw_seed = derive_seed(sampler.seed, epoch, cycle, salt, owner)
         plan = sampler.plan()
-        start = plan.start
         # Of this generator, `DataLoader` draws the seeds that workers begin with.
-        self.loader.generator.manual_seed(derive_seed(sampler.draw_seed, self.rank, start))
-        ranks = len(sampler.ranks)
-        # Positions of full rows by multiplication, because this runs for every batch, and batches
-        # can be tiny. The last full row is left out, because it may belong to the tail.
-        row_items = plan.row_items
-        full_rows = (plan.items - start) // row_items - 1
-        number = 0  # not `enumerate`, which would keep each batch until the next one is read
-        for batch in iter(self.loader):
-            row = number // ranks + 1
+        self.loader.generator.manual_seed(derive_seed(sampler.draw_seed, self.rank, plan.start))
+        number = ranks = len(sampler.ranks)
+        for batch in iter(self.loader):  # not `enumerate`, which would keep each batch
+            yield batch, plan.items_after(number // ranks)
             number += 1
-            if row < full_rows:
-                yield batch, start + row * row_items
-            else:
-                yield batch, plan.items_after(row)
             del batch  # the caller may have dropped the batch: free its memory for the next one
 
     def batches_per_rank(self) -> list[int]:
@@ -101,11 +91,7 @@ class MapFeed(Feed):
             "items": self.sampler.items,
         }
 
-    def save_position(self, position: int | None) -> int:
-        """See `Feed`."""
-        return position or 0
-
-    def load_position(self, state: int, saved: dict[str, Any]) -> int:
+    def require_same(self, saved: dict[str, Any]) -> None:
         """See `Feed`."""
         own_facts = self.describe()
         for name, meaning in (
@@ -116,11 +102,10 @@ class MapFeed(Feed):
             if saved[name] != own_facts[name]:
                 raise ValueError(
                     f"{self.label}: the checkpoint's loader differs from this one: {meaning}"
-                    f" {saved[name]!r} then, {own_facts[name]!r} now. Position {state} would mean"
+                    f" {saved[name]!r} then, {own_facts[name]!r} now. Its position would mean"
                     " other samples.\nResume with the same dataset and sampler, or start a new"
                     " run from the weights only."
                 )
-        return state
 
     def set_epoch(self, epoch: int) -> None:
         """See `Feed`."""

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
 
@@ -52,17 +53,19 @@ class RowPlan:
     drop_last: bool = False
     start: int = 0
 
-    @property
+    # cached: a loader asks for each batch, and batches can be tiny
+
+    @cached_property
     def row_items(self) -> int:
         """The number of items in a full row."""
         return self.batch * self.world
 
-    @property
+    @cached_property
     def left_items(self) -> int:
         """The number of items after the last full row; 0 if these are dropped."""
         return 0 if self.drop_last else (self.items - self.start) % self.row_items
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """The number of rows, which is the largest number of batches of any rank."""
         return (self.items - self.start) // self.row_items + (self.left_items > 0)
@@ -81,11 +84,8 @@ class RowPlan:
     def bounds(self, row: int, rank: int) -> tuple[int, int]:
         """Compute the positions ``[lo, hi)`` of a cell; ``hi > items`` wraps to the head."""
         base = self.start + row * self.row_items
-        tail_rows = self._tail_rows()
-        first_tail_row = self.rows - tail_rows
-        if row < first_tail_row:
-            return base + rank * self.batch, base + (rank + 1) * self.batch
-        if self.tail == "wrap":
+        first_tail_row = self.rows - self._tail_rows
+        if row < first_tail_row or self.tail == "wrap":
             return base + rank * self.batch, base + (rank + 1) * self.batch
         if self.tail == "uneven":
             lo = min(base + rank * self.batch, self.items)
@@ -95,10 +95,11 @@ class RowPlan:
             return base + rank * piece, base + (rank + 1) * piece
         tail_start = self.start + first_tail_row * self.row_items
         cell = (row - first_tail_row) * self.world + rank
-        size, larger_cells = divmod(self.items - tail_start, tail_rows * self.world)
+        size, larger_cells = divmod(self.items - tail_start, self._tail_rows * self.world)
         lo = tail_start + cell * size + min(cell, larger_cells)
         return lo, lo + size + (cell < larger_cells)
 
+    @cached_property
     def _tail_rows(self) -> int:
         """Count the rows that are not cut like full rows: 0, 1 or 2."""
         if self.left_items == 0:
@@ -143,31 +144,25 @@ def _as_list(items: Any) -> list[Any]:
     return items.tolist() if hasattr(items, "tolist") else list(items)
 
 
-@dataclass(frozen=True)
-class StreamRow:
-    """One row cut from a stream.
+# {"read": items read, "state": the dataset's own state or None, "begin": its state at the start of
+# the epoch}
+Mark = dict[str, Any]
 
-    Attributes:
-        cells: the items of every rank, ``[world][items]``.
-        mark: reading position to resume from; None means the beginning of the stream.
-        rows_to_skip: rows to drop after resuming at ``mark``.
-        is_last: the source has ended.
-    """
-
-    cells: list[list[Any]]
-    mark: Any
-    rows_to_skip: int = 0
-    is_last: bool = False
+# Where to go on after a row of a stream: the mark to resume from (None: the beginning of the
+# stream), rows to drop after it, and whether the source has ended.
+RowEnd = tuple[Mark | None, int, bool]
 
 
 def stream_rows(
     source: Iterator[Any],
     shape: RowPlan,
-    make_mark: Callable[[], Any],
+    make_mark: Callable[[], Mark],
     head: list[Any] | None = None,
-    begin: Any = None,
-) -> Iterator[StreamRow]:
+    begin: Mark | None = None,
+) -> Iterator[tuple[list[list[Any]], RowEnd]]:
     """Cut a stream of unknown length into rows with the same layouts as `RowPlan`.
+
+    A row is the items of every rank, ``[world][items]``, and its end.
 
     A row is yielded only after the next row was read. So the source has ended, and has reset itself
     if it does, before the last row is yielded.
@@ -190,23 +185,23 @@ def stream_rows(
         if len(buffer) < shape.row_items:
             break
         if pending is not None:
-            yield StreamRow(_cut_rows(pending, shape)[0], mark)
+            yield _cut_rows(pending, shape)[0], (mark, 0, False)
             begin = mark
         pending, mark = buffer, make_mark()
     end = make_mark()
     if not buffer or shape.drop_last:
         if pending is not None:
-            yield StreamRow(_cut_rows(pending, shape)[0], end, is_last=True)
+            yield _cut_rows(pending, shape)[0], (end, 0, True)
         return
     if pending is not None and not (shape.tail == "balance" and len(buffer) < shape.world):
-        yield StreamRow(_cut_rows(pending, shape)[0], mark)
+        yield _cut_rows(pending, shape)[0], (mark, 0, False)
         begin, pending = mark, None
     rows = _cut_rows((pending or []) + buffer, shape, head)
     # The two rows of a tail share their items, so no mark lies between the rows: a resume after the
     # first row begins at the mark before the tail and drops one row.
     for number, cells in enumerate(rows[:-1], 1):
-        yield StreamRow(cells, begin, number)
-    yield StreamRow(rows[-1], end, is_last=True)
+        yield cells, (begin, number, False)
+    yield rows[-1], (end, 0, True)
 
 
 def _cut_rows(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from .options import DataOptions, Stage
 from .order import RowPlan, read_cell
 from .seeding import Cell
@@ -88,27 +86,13 @@ class ShardSampler:
         return RowPlan(items, self.batch, self.world_size, self.tail, drops_last, start)
 
     def __iter__(self) -> Iterator[Any]:
-        seed = self.draw_seed
+        plan, order, seed = self.plan(), self.order, self.draw_seed
         sample_key = (self.seed, self.epoch) if self.options.per_sample_seed else None
-        for place, cell in self._cut():
-            if cell:
-                items = list(cell[0]) if self.source.has_batch_items else cell
-                yield Cell(items, sample_key or (seed, place))
-
-    def _cut(self) -> Iterator[tuple[int, list[Any]]]:
-        """Yield (place in the order, items) of each cell."""
-        plan, order = self.plan(), self.order
-        sliced_rows = 0
-        if len(self.ranks) == 1 and isinstance(order, np.ndarray):
-            # Full rows by slices of an array, because this runs for every batch, and batches can be
-            # tiny. The last full row is left out, because it may belong to the tail.
-            sliced_rows = max(0, (plan.items - plan.start) // plan.row_items - 1)
-            first = plan.start + self.ranks[0] * plan.batch
-            for lo in range(first, first + sliced_rows * plan.row_items, plan.row_items):
-                yield lo, order[lo : lo + plan.batch].tolist()
-        for row in range(sliced_rows, plan.rows):
+        for row in range(plan.rows):
             for rank in self.ranks:
-                yield plan.bounds(row, rank)[0], read_cell(order, plan, row, rank)
+                if cell := read_cell(order, plan, row, rank):
+                    items = list(cell[0]) if self.source.has_batch_items else cell
+                    yield Cell(items, sample_key or (seed, plan.bounds(row, rank)[0]))
 
     def __len__(self) -> int:
         return sum(self.plan().batches(rank) for rank in self.ranks)

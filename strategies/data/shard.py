@@ -90,7 +90,7 @@ def _make_feed(
     try:
         feed = make(loader, options, stage, rank, world_size, seed, label)
         return feed, _collect_facts(feed, loader)
-    except (ValueError, IndexError) as error:
+    except ValueError as error:
         return None, {"problem": str(error)}
 
 
@@ -113,7 +113,7 @@ def _collect_facts(feed: Feed, loader: DataLoader) -> dict[str, Any]:
         source = feed.source
         if source.is_sharded_by_user:
             return {"kind": "sharded by the user"}
-        facts["number of samples"] = source.size
+        facts["number of samples"] = getattr(loader.dataset, "__len__", lambda: None)()
         facts["sampler"] = type(source.sampler).__name__
         if source.kind in ("custom", "batches"):
             # One seed on all ranks, because the sampler may draw from the global generators.

@@ -34,7 +34,6 @@ class MapSource:
         has_batch_items: an item of the order is a whole batch (a list of indices).
         is_sharded_by_user: the sampler is a `DistributedSampler`, whose items are for this rank.
         seed: the first seed of the sampler's own generator, which becomes that of the loader.
-        size: samples in the dataset; None if it has no length.
         label: names rank and loader in errors.
     """
 
@@ -46,17 +45,10 @@ class MapSource:
     has_batch_items: bool
     is_sharded_by_user: bool
     seed: int | None
-    size: int | None
     label: str
 
-    def order(self, seed: int, epoch: int, cycle: int) -> Any:
+    def order(self, seed: int, epoch: int, cycle: int) -> Sequence[Any]:
         """Draw the items of one pass over the data; ``cycle`` counts passes within the epoch."""
-        order = self._draw_order(seed, epoch, cycle)
-        if self.kind not in ("sequential", "shuffled"):
-            self._check_range(order, epoch)
-        return order
-
-    def _draw_order(self, seed: int, epoch: int, cycle: int) -> Sequence[Any]:
         if self.kind == "sequential":
             return range(len(self.sampler))
         pass_seed = _pass_seed(seed, epoch, cycle)
@@ -66,7 +58,7 @@ class MapSource:
             items = list(self._make_epoch_sampler(pass_seed, epoch))
         if self.has_batch_items or self.kind == "custom":
             return items
-        return self._flatten_batches(items, epoch)
+        return [index for batch in items for index in batch]
 
     def _make_epoch_sampler(self, pass_seed: int, epoch: int) -> Any:
         sampler = _copy_with_generator(self.sampler, torch.Generator().manual_seed(pass_seed))
@@ -81,35 +73,6 @@ class MapSource:
         plain = RandomSampler(range(size), sampler.replacement, count, generator)
         return np.fromiter(plain, np.int64)
 
-    def _flatten_batches(self, batches: list[Any], epoch: int) -> list[Any]:
-        sizes = {len(batch) for batch in batches[:-1]}
-        if sizes - {self.batch_size} or (batches and len(batches[-1]) > self.batch_size):
-            raise ValueError(
-                f"{self.label}: batch sampler {type(self.sampler).__name__} has"
-                f" batch_size={self.batch_size}, but its batches of epoch {epoch} have other sizes"
-                f" too ({sorted(sizes | {len(batches[-1])})}), unlike those of its first epoch."
-                "\nRemove the sampler's `batch_size` attribute, then batches are kept whole."
-            )
-        return [index for batch in batches for index in batch]
-
-    def _check_range(self, order: Sequence[Any], epoch: int) -> None:
-        if self.size is None or not len(order):
-            return
-        indices = [i for batch in order for i in batch] if self.has_batch_items else order
-        if not indices or not all(
-            isinstance(i, int | np.integer | torch.Tensor) for i in (indices[0], indices[-1])
-        ):
-            return  # the items are keys, of which only the dataset knows which are valid
-        values = np.asarray(indices)
-        bad_places = np.flatnonzero((values >= self.size) | (values < -self.size))
-        if values.dtype.kind in "iu" and bad_places.size:
-            raise IndexError(
-                f"{self.label}: {type(self.sampler).__name__} yields index {values[bad_places[0]]}"
-                f" (place {bad_places[0]} of epoch {epoch}; {bad_places.size} bad indices"
-                f" in all), but the dataset has {self.size} samples, so 0 to {self.size - 1} are"
-                " valid.\nWas the sampler made for another dataset?"
-            )
-
     def fingerprint(self, seed: int) -> int:
         """Compute a checksum of the first epoch's order, to compare across ranks."""
         return zlib.crc32(repr(list(self.order(seed, 0, 0))).encode())
@@ -121,7 +84,6 @@ def read_source(loader: DataLoader, label: str) -> MapSource:
     Raises:
         ValueError: the sampler has no length.
     """
-    size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else None
     batches = unwrap_index_recorder(loader.batch_sampler)
     is_plain = batches is not None and _is_plain(batches)
     sampler: Any = loader.sampler if batches is None else batches.sampler if is_plain else batches
@@ -134,10 +96,10 @@ def read_source(loader: DataLoader, label: str) -> MapSource:
             " Trainer(use_distributed_sampler=False) and share out the data yourself."
         ) from error
     if batches is None:
-        return _describe_sampler(sampler, 1, False, size, label, is_collated=False)
+        return _describe_sampler(sampler, 1, False, label, is_collated=False)
     if is_plain:
-        return _describe_sampler(sampler, batches.batch_size, batches.drop_last, size, label)
-    return _describe_batches(batches, size, label)
+        return _describe_sampler(sampler, batches.batch_size, batches.drop_last, label)
+    return _describe_batches(batches, label)
 
 
 def unwrap_index_recorder(batch_sampler: Any) -> Any:
@@ -162,7 +124,6 @@ def _describe_sampler(
     sampler: Any,
     batch_size: int,
     drop_last: bool,
-    size: int | None,
     label: str,
     is_collated: bool = True,
 ) -> MapSource:
@@ -183,16 +144,15 @@ def _describe_sampler(
         has_batch_items=False,
         is_sharded_by_user=isinstance(sampler, DistributedSampler),
         seed=generator.initial_seed() if isinstance(generator, torch.Generator) else None,
-        size=size,
         label=label,
     )
 
 
-def _describe_batches(batches: Any, size: int | None, label: str) -> MapSource:
+def _describe_batches(batches: Any, label: str) -> MapSource:
     """Describe a custom batch sampler.
 
-    Batches of one size are flattened to samples; a batch sampler with other sizes keeps its batches
-    whole.
+    If the batches of the first epoch have one size, batches are cut anew from the samples of all;
+    a batch sampler with other sizes keeps its batches whole.
     """
     batch_size: Any = getattr(batches, "batch_size", None)
     first: list[Any] = []
@@ -213,7 +173,6 @@ def _describe_batches(batches: Any, size: int | None, label: str) -> MapSource:
         has_batch_items=not has_fixed_size,
         is_sharded_by_user=isinstance(getattr(batches, "sampler", None), DistributedSampler),
         seed=None,
-        size=size,
         label=label,
     )
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -20,19 +20,12 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from ..support.random_states import derive_seed, seed_cpu
 from .no_batch import NoBatch
-from .order import RowPlan, stream_rows
+from .order import Mark, RowEnd, RowPlan, stream_rows
 from .seeding import draw_apart
 from .tensor_pickle import checksum
 
 # How a pass uses its position: not at all, or to continue the epoch or begin the next one there.
 _FROM_BEGINNING, _WITHIN_EPOCH, _AFTER_EPOCH = 0, 1, 2
-
-# {"read": items read, "state": the dataset's own state or None, "begin": its state at the start of
-# the epoch}
-Mark = dict[str, Any]
-
-# A mark, rows to drop after it, and whether the worker has ended; see `StreamRow`.
-MarkedRow = tuple[Mark | None, int, bool]
 
 
 class WorkerRow(NamedTuple):
@@ -43,26 +36,24 @@ class WorkerRow(NamedTuple):
 
     worker: int
     batches: list[Any]  # of the ranks that are asked for and have one
-    mark: MarkedRow
+    end: RowEnd
     first_sample: int | None  # the checksum of the pass's first sample, with the worker's first row
 
 
-@dataclass(frozen=True, eq=False)
-class StreamPosition:
-    """The reading positions of all workers.
+class StreamPosition(TypedDict):
+    """The reading positions of all workers."""
 
-    Attributes:
-        marks: by worker, that of its last row that was handed over.
-        turn: the worker whose row comes next.
-    """
+    marks: dict[int, RowEnd]  # by worker, the end of its last row that was handed over
+    turn: int  # the worker whose row comes next
 
-    marks: dict[int, MarkedRow] = field(default_factory=dict)
-    turn: int = 0
 
-    def advance(self, row: WorkerRow, workers: int) -> StreamPosition:
-        """Return the position after ``row``."""
-        marks = {**self.marks, row.worker: row.mark}
-        return StreamPosition(marks, (row.worker + 1) % max(1, workers))
+BEGINNING: StreamPosition = {"marks": {}, "turn": 0}
+
+
+def advance(position: StreamPosition, row: WorkerRow, workers: int) -> StreamPosition:
+    """Return the position after ``row``, which came after ``position``."""
+    marks = {**position["marks"], row.worker: row.end}
+    return {"marks": marks, "turn": (row.worker + 1) % max(1, workers)}
 
 
 class StreamShard(IterableDataset):
@@ -103,7 +94,7 @@ class StreamShard(IterableDataset):
         self.is_batched = is_batched
         self.items_per_seed = 1 if per_sample else shape.row_items
         self.label = label
-        self.position = StreamPosition()
+        self.position = BEGINNING
         self.begin_state: Any = None  # of the dataset in this process, when the newest pass began
         # [epoch, resume mode, seed of the random numbers]
         self.control = torch.zeros(3, dtype=torch.int64, device="cpu").share_memory_()
@@ -118,7 +109,7 @@ class StreamShard(IterableDataset):
         self.position = position
         resume_mode = _AFTER_EPOCH if is_new_epoch else _WITHIN_EPOCH
         self.control[0], self.control[2] = epoch, seed
-        self.control[1] = resume_mode if position.marks else _FROM_BEGINNING
+        self.control[1] = resume_mode if position["marks"] else _FROM_BEGINNING
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(epoch)
 
@@ -131,9 +122,9 @@ class StreamShard(IterableDataset):
         seed = derive_seed(seed, worker)
         mark, rows_to_skip, has_ended = None, 0, False
         if resume_mode != _FROM_BEGINNING:
-            mark, rows_to_skip, has_ended = self.position.marks.get(worker, (None, 0, False))
+            mark, rows_to_skip, has_ended = self.position["marks"].get(worker, (None, 0, False))
         if resume_mode == _WITHIN_EPOCH:
-            if worker < self.position.turn:
+            if worker < self.position["turn"]:
                 # `DataLoader` asks its workers in turn, from worker 0 on. With this, the first row
                 # is that of the right one.
                 yield None
@@ -149,21 +140,21 @@ class StreamShard(IterableDataset):
             cursor.begin_epoch_after(mark)
             mark, rows_to_skip = None, 0
         else:
-            cursor.begin_pass(mark, self.label if worker == 0 else None)
+            cursor.begin_pass(mark, self.label if worker == 0 and 0 in self.ranks else None)
         self.begin_state = cursor.begin_state
         rows = stream_rows(cursor, self.shape, cursor.make_mark, cursor.head, mark)
         needs_checksum = self.shape.world > 1
-        for row in itertools.islice(rows, rows_to_skip, None):
-            read = 0 if row.mark is None else row.mark["read"]
+        for cells, end in itertools.islice(rows, rows_to_skip, None):
+            mark, number, _ = end
+            read = 0 if mark is None else mark["read"]
             batches = [
-                self._make_batch(row.cells[rank], derive_seed(seed, read, row.rows_to_skip, rank))
+                self._make_batch(cells[rank], derive_seed(seed, read, number, rank))
                 for rank in self.ranks
-                if row.cells[rank] or self.needs_padding
+                if cells[rank] or self.needs_padding
             ]
-            first_sample = checksum(row.cells[0][0]) if needs_checksum else None
+            first_sample = checksum(cells[0][0]) if needs_checksum else None
             needs_checksum = False
-            mark_after = (row.mark, row.rows_to_skip, row.is_last)
-            yield WorkerRow(worker, batches, mark_after, first_sample)
+            yield WorkerRow(worker, batches, end, first_sample)
             del batches
 
     def _make_batch(self, cell: list[Any], seed: int) -> Any:
@@ -239,7 +230,15 @@ class Cursor:
         return items
 
     def _skip_items(self, count: int, label: str | None) -> None:
-        """Read ``count`` items and drop them, with a bar on stderr."""
+        """Read ``count`` items and drop them; say so with ``label``, and show a bar on stderr."""
+        if label is not None:
+            warnings.warn(
+                f"{label}: {type(self.dataset).__name__} cannot go to a position, so items from"
+                " before the checkpoint are read again, and dropped.\nGive the dataset (or its"
+                " iterator) `state_dict()`, called after each batch, and `load_state_dict(state)`,"
+                " after which iter() continues there.",
+                stacklevel=2,
+            )
         items = itertools.islice(self, count)
         for _ in tqdm(items, f"{label}: skipping", count, disable=label is None):
             pass

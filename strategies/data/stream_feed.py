@@ -14,7 +14,7 @@ from .base_feed import Feed, Pairs, Place, copy_loader
 from .options import DataOptions, Stage
 from .order import RowPlan
 from .seeding import return_unchanged
-from .stream import StreamPosition, StreamShard
+from .stream import BEGINNING, StreamPosition, StreamShard, advance
 
 
 class StreamFeed(Feed):
@@ -72,28 +72,28 @@ class StreamFeed(Feed):
 
     def start(self, place: Place, salt: int = 0) -> Pairs:
         """See `Feed`."""
-        position, is_new_epoch = place.position or StreamPosition(), place.is_new_epoch
-        if self._rewind_state is not None and not position.marks:
+        position, is_new_epoch = place.position or BEGINNING, place.is_new_epoch
+        if self._rewind_state is not None and not position["marks"]:
             mark = {"read": 0, "state": self._rewind_state, "begin": self._rewind_state}
-            position, is_new_epoch = StreamPosition({0: (mark, 0, False)}), True
+            position, is_new_epoch = {"marks": {0: (mark, 0, False)}, "turn": 0}, True
         is_dataset_kept = self.workers == 0 or self.loader.persistent_workers
         if is_new_epoch and not is_dataset_kept:
             # Fresh workers copy the main process's dataset, which the last epoch did not move.
-            position = StreamPosition()
+            position = BEGINNING
         self._rewind_state = None
-        if position.marks:
+        if position["marks"]:
             self.close()  # persistent workers do not see a new position
         owner = self.rank if self.is_sharded_by_user else 0
         seed = derive_seed(self.seed, place.epoch, place.cycle, salt, owner)
         self.shard.begin_pass(place.epoch, position, is_new_epoch, seed)
         # Of this generator, `DataLoader` draws the seeds that workers begin with.
         self.loader.generator.manual_seed(derive_seed(seed, self.rank))
-        reached = StreamPosition() if is_new_epoch else position
+        reached = BEGINNING if is_new_epoch else position
         self.first_sample = None
         for row in iter(self.loader):
             if row is None:
                 continue
-            reached = reached.advance(row, self.workers)
+            reached = advance(reached, row, self.workers)
             batches = row.batches
             if self.first_sample is None:
                 self.first_sample = row.first_sample
@@ -115,18 +115,14 @@ class StreamFeed(Feed):
 
     def is_finished(self, position: StreamPosition) -> bool:
         """See `Feed`: whether every worker has ended."""
-        has_ended = [is_last for _, _, is_last in position.marks.values()]
+        has_ended = [is_last for _, _, is_last in position["marks"].values()]
         return len(has_ended) == max(1, self.workers) and all(has_ended)
 
     def describe(self) -> dict[str, Any]:
         """See `Feed`."""
         return {"kind": self.kind, "workers": self.workers}
 
-    def save_position(self, position: StreamPosition | None) -> dict[str, Any]:
-        """See `Feed`."""
-        return vars(position or StreamPosition())
-
-    def load_position(self, state: dict[str, Any], saved: dict[str, Any]) -> StreamPosition:
+    def require_same(self, saved: dict[str, Any]) -> None:
         """See `Feed`."""
         if max(1, saved["workers"]) != max(1, self.workers):
             raise ValueError(
@@ -135,7 +131,6 @@ class StreamFeed(Feed):
                 " positions mean nothing to another number of workers.\nResume with"
                 f" num_workers={saved['workers']}."
             )
-        return StreamPosition(**state)
 
     def reseed(self, seed: int) -> None:
         """See `Feed`."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import pickle
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,19 +28,13 @@ def _rebuild_tensor(data: Any, dtype: torch.dtype, shape: torch.Size) -> torch.T
     return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
-def dump(obj: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None) -> Any:
-    """Pickle the object; `pickle.loads` gives its tensors back on the CPU, without gradients.
+def dump(obj: Any) -> Any:
+    """Pickle the object into a buffer.
 
-    Args:
-        obj: the object.
-        buffer_callback: as `pickle.Pickler` has it: may take the memory of a tensor out of the
-            pickle.
-
-    Returns:
-        A buffer.
+    `pickle.loads` gives its tensors back on the CPU, without gradients.
     """
     file = io.BytesIO()
-    _TensorPickler(file, pickle.HIGHEST_PROTOCOL, buffer_callback=buffer_callback).dump(obj)
+    _TensorPickler(file, pickle.HIGHEST_PROTOCOL).dump(obj)
     return file.getbuffer()
 
 

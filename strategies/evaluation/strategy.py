@@ -5,7 +5,6 @@ Ranks with fewer batches take part in the exchanges of the others.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,8 +33,6 @@ class EvaluationStrategy(WatchedStrategy):
         self.engine = None
         # Turns of each loader; None where the ranks agree in each step on which have a batch.
         self._turns: list[Iterator[Turn] | None] = []
-        # of each loader, whether this rank had no batch, of each prediction
-        self._predicted: defaultdict[int, list[bool]] = defaultdict(list)
 
     @property
     def _trainer(self) -> pl.Trainer:
@@ -54,7 +51,6 @@ class EvaluationStrategy(WatchedStrategy):
 
     @override
     def on_predict_start(self) -> None:
-        self._predicted.clear()
         self.begin_evaluation(Activity.BETWEEN_PREDICT)
         self._plan_turns(self._trainer.predict_loop)
 
@@ -69,22 +65,13 @@ class EvaluationStrategy(WatchedStrategy):
     @override
     def on_predict_end(self) -> None:
         self._end_turns(self._trainer.predict_loop)
-        for index, predictions in enumerate(self._trainer.predict_loop._predictions):
-            predictions[:] = [
-                prediction
-                for (lacks_batch, prediction) in zip(
-                    self._predicted[index], predictions, strict=True
-                )
-                if not lacks_batch
-            ]
+        for predictions in self._trainer.predict_loop._predictions:
+            predictions[:] = [p for p in predictions if not isinstance(p, NoBatch)]
 
     def _plan_turns(self, loop: _EvaluationLoop | _PredictionLoop) -> None:
         """Agree on how many batches each rank has, so that no rank waits for one that has none.
 
         This is collective.
-
-        Raises:
-            ValueError: a rank has no sample of a loader that runs beside others.
         """
         assert self.engine is not None and loop._combined_loader is not None
         self.engine.structure.check()
@@ -95,7 +82,6 @@ class EvaluationStrategy(WatchedStrategy):
             for loader, n in zip(loaders, loop.max_batches, strict=True)
         ]
         if mode != "sequential":
-            _require_samples_everywhere(loaders, mode)
             combine = {"min_size": min, "max_size": max, "max_size_cycle": max}[mode]
             counts = [combine(counts)]
         self._turns = []
@@ -192,28 +178,8 @@ class EvaluationStrategy(WatchedStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        prediction = self._evaluate(super().predict_step, *args, **kwargs)
-        lacks_batch = isinstance(prediction, NoBatch)
-        self._predicted[args[-1] if len(self._turns) > 1 else 0].append(lacks_batch)
-        if not lacks_batch:
-            return prediction
-        # Writers of predictions know None. `_PredictionLoop._predict_step` warns of it.
-        self._trainer.predict_loop._warning_cache.add(
-            "predict returned None if it was on purpose, ignore this warning..."
-        )
-        return None
+        return self._evaluate(super().predict_step, *args, **kwargs)
 
 
 def _is_empty(loader: object) -> bool:
     return isinstance(loader, ShardedLoader) and loader.is_empty
-
-
-def _require_samples_everywhere(loaders: list[Any], mode: str) -> None:
-    for loader in loaders:
-        counts = loader.batches_per_rank if isinstance(loader, ShardedLoader) else None
-        if counts is not None and 0 in counts:
-            raise ValueError(
-                f"{loader.label}: rank {counts.index(0)} has no sample of it, so"
-                f" CombinedLoader(mode={mode!r}) cannot give it a batch.\nUse fewer ranks, or"
-                " hand the loaders over as a list, which runs them one after another."
-            )

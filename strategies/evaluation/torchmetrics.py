@@ -8,7 +8,7 @@ different sizes: processes hang or end. Here all states of a metric make one exc
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
@@ -35,22 +36,15 @@ def prepare_metrics(module: nn.Module, others: Iterable[object], device: torch.d
             child.to(device)
     # `modules` does not look into lists and dicts.
     for owner in (*module.modules(), *others):
-        for metric in _find_metrics([owner, *vars(owner).values()]):
-            is_theirs = type(metric)._sync_dist.__module__.startswith("torchmetrics.")
-            if metric.dist_sync_fn is None and is_theirs:
-                metric._sync_dist = partial(sync_states, metric)  # type: ignore[method-assign]
-
-
-def _find_metrics(value: object) -> Iterator[Metric]:
-    if isinstance(value, Metric):
-        yield value
-    elif isinstance(value, dict):
-        yield from _find_metrics(list(value.values()))
-    elif isinstance(value, nn.Module):
-        yield from (child for child in value.modules() if isinstance(child, Metric))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _find_metrics(item)
+        for leaf in tree_leaves([owner, vars(owner)]):
+            for metric in leaf.modules() if isinstance(leaf, nn.Module) else ():
+                if (
+                    isinstance(metric, Metric)
+                    and metric.dist_sync_fn is None
+                    # else it is the user's
+                    and type(metric)._sync_dist.__module__.startswith("torchmetrics.")
+                ):
+                    metric._sync_dist = partial(sync_states, metric)  # type: ignore[method-assign]
 
 
 def sync_states(metric: Metric, dist_sync_fn: Any = None, process_group: Any = None) -> None:

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.pytorch.plugins.precision import (
     DoublePrecision,
     HalfPrecision,
@@ -16,7 +15,6 @@ from lightning.pytorch.plugins.precision import (
 )
 from lightning.pytorch.plugins.precision import MixedPrecision as LightningMixedPrecision
 from torch import Tensor, nn
-from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -88,26 +86,12 @@ class MixedPrecision(_ShardedClipping, LightningMixedPrecision):
     """
 
     @override
-    def optimizer_step(  # type: ignore[override]  # as Lightning's, not as Fabric's
-        self, optimizer: Any, model: Any, closure: Any, **kwargs: Any
-    ) -> Any:
-        def complete() -> Any:
-            result = closure()
-            has_backward = result is not None or not model.automatic_optimization
-            if self.scaler and _optimizer_handles_unscaling(optimizer) and has_backward:
-                _unscale_for(optimizer, self.scaler)
-            return result
-
-        return super().optimizer_step(optimizer, model, complete, **kwargs)
-
-    @override
-    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        if self.scaler is not None:
-            super().clip_gradients(*args, **kwargs)
-        else:
-            # `MixedPrecision.clip_gradients` of Lightning refuses fused optimizers, which unscale
-            # gradients themselves. Without a scaler they have nothing to unscale.
-            Precision.clip_gradients(self, *args, **kwargs)
+    def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list) -> Any:
+        for optimizer in optimizers:
+            # A fused optimizer would unscale gradients itself, without knowing of infinities on
+            # other ranks; and Lightning would refuse to clip them.
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+        return super().connect(model, optimizers, lr_schedulers)
 
 
 class Zero3HalfPrecision(_ShardedClipping, HalfPrecision):
@@ -148,23 +132,6 @@ def _sharded_scaler(
         # default group at the time of the import.
         process_group=None,
     )
-
-
-def _unscale_for(optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
-    """Unscale the gradients of a fused ``optimizer``.
-
-    It would unscale them itself, without knowing of infinities on other ranks.
-    """
-    # The user may have unscaled them already.
-    if scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.UNSCALED:
-        scaler.unscale_(optimizer)
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    # The count is summed over ranks, and `GradScaler.step` sums it over devices (offload has two);
-    # fused kernels skip at exactly 1.
-    device = next(iter(found))
-    total = torch.stack([ranks.reshape(()).to(device) for ranks in found.values()]).sum()
-    found.clear()
-    found[device] = total.clamp(max=1)
 
 
 def convert(plugin: Precision, step_of: StepOf) -> Precision:

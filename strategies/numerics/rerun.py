@@ -37,11 +37,10 @@ class SecondRun:
         """
         self._restore_start = random_states.mark(device=True)
 
-    def __call__(self, backward: bool) -> Tensor:
-        """Run the micro-batch again and restore the random states; collective.
+    def __call__(self) -> Tensor:
+        """Run the micro-batch and its backward again, and restore the random states; collective.
 
-        Args:
-            backward: run its backward, too; its gradients add to those that are there.
+        Gradients add to those that are there.
 
         Returns:
             The loss [], before it is scaled.
@@ -64,10 +63,9 @@ class SecondRun:
                 ).closure_loss
                 if loss is None:
                     raise RuntimeError("`training_step` returned no loss")
-                if backward:
-                    # `plugin.backward` of the class: a callback may have replaced the instance's.
-                    with self._engine.backward():
-                        type(plugin).backward(plugin, loss, module, trainer.optimizers[0])
+                # `plugin.backward` of the class: a callback may have replaced the instance's.
+                with self._engine.backward():
+                    type(plugin).backward(plugin, loss, module, trainer.optimizers[0])
             return loss.detach()
         finally:
             restore_now()

@@ -30,7 +30,7 @@ _ELEMENTWISE = frozenset(
     {SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, ASGD, RMSprop, Rprop}
 )
 _SHAPES = [(4, 8), (2, 4)]  # of the parameters of a trial: some optimizers refuse vectors
-_STEPS = (3, 32)  # of a trial; of one for rules that start late
+_STEPS = 32  # of a trial: rules may start late
 _LAST_START = 200  # integer options up to this may be the step in which a rule starts
 # Factors of one gradient: a training may have such gradients, and an optimizer a rule for them.
 _FACTORS = (1e3, 1e6, float("inf"), float("nan"))
@@ -92,28 +92,20 @@ def _options(group: Options) -> Options:
 
 def _require_separate(optimizer: Optimizer, options: Options) -> None:
     named = *options.values(), *vars(optimizer).values()
-    starts = [value for value in named if type(value) is int and max(_STEPS) < value <= _LAST_START]
-    trials = [*_STEPS, *(start + 2 for start in starts)]
+    starts = [value for value in named if type(value) is int and value <= _LAST_START]
+    steps = max([_STEPS, *starts]) + 2
     try:
-        separate = all([_agree(optimizer, options, steps) for steps in trials])
+        separate = _agree(optimizer, options, steps)
     except Exception as error:
-        wrapped = next((v for v in vars(optimizer).values() if isinstance(v, Optimizer)), None)
-        instead = (
-            f"Return the {type(wrapped).__name__} that it wraps, and do the rest in manual"
-            " optimization (`automatic_optimization = False`),"
-            if wrapped
-            else "Use one that takes that and updates each parameter by itself (SGD for sparse"
-            " gradients)"
-        )
         raise ValueError(
             f"{type(optimizer).__name__} could not be tried on small tensors"
             f" ({type(error).__name__}: {error}), so it cannot be trusted with shards. A copy"
-            f" of it steps with and without a closure.\n{instead} in `configure_optimizers`, or"
-            " use another strategy."
+            " of it steps with and without a closure.\nIf it wraps another optimizer, return that"
+            " one in `configure_optimizers`, and do the rest in manual optimization"
+            " (`automatic_optimization = False`). Else use one that updates each parameter by"
+            " itself (SGD for sparse gradients), or another strategy."
         ) from error
-    if not separate or any(
-        _combines(factor, optimizer, options, steps) for factor in _FACTORS for steps in trials
-    ):
+    if not separate or any(_combines(factor, optimizer, options, steps) for factor in _FACTORS):
         raise ValueError(
             f"{type(optimizer).__name__} combines several parameters in the update of one: by a"
             " global norm, a step that it skips when any gradient is large or not finite, random"

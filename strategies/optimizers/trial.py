@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 Options = dict[str, Any]  # options of a param group
 
@@ -44,15 +42,14 @@ def train_copy(
     """
     copy = _copy_optimizer(optimizer, options, parameters)
     closure = inspect.signature(copy.step).parameters.get("closure")
-    with _without_global_hooks():
-        for number, step in enumerate(grads):
-            evaluate = partial(_evaluate_closure, parameters, step, loss)
-            evaluate()
-            # Lightning passes one to every step but those of manual optimization.
-            if closure is None or (closure.default is not closure.empty and number % 2):
-                copy.step()
-            else:
-                copy.step(closure=evaluate)
+    for number, step in enumerate(grads):
+        evaluate = partial(_evaluate_closure, parameters, step, loss)
+        evaluate()
+        # Lightning passes one to every step but those of manual optimization.
+        if closure is None or (closure.default is not closure.empty and number % 2):
+            copy.step()
+        else:
+            copy.step(closure=evaluate)
     return copy
 
 
@@ -109,17 +106,3 @@ def _evaluate_closure(
     for p, grad in zip(parameters, grads, strict=True):
         p.grad = grad.detach() + 0.1 * p.detach()
     return torch.tensor(loss)
-
-
-@contextmanager
-def _without_global_hooks() -> Iterator[None]:
-    """Take away the hooks on all optimizers: a user's are for steps of the training alone."""
-    hooks: Any = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
-    before = [dict(each) for each in hooks]
-    for each in hooks:
-        each.clear()
-    try:
-        yield
-    finally:
-        for each, kept in zip(hooks, before, strict=True):
-            each.update(kept)

@@ -34,9 +34,6 @@ class WholeParameters(StandIns):
 
     def __init__(self, engine: Zero3Engine, optimizer: Optimizer) -> None:
         super().__init__(engine)
-        self._optimizer = optimizer
-        # that the optimizer was given in this step, by name
-        self._gradients: dict[str, Tensor | None] = {}
         self._loads = [0] * engine.collectives.world_size  # elements that each rank owns
         self._owners: dict[str, int] = {}
         self.owned = {}
@@ -73,7 +70,6 @@ class WholeParameters(StandIns):
                     has_gradient = self.engine.gradients.has_gradient(entry)
                     grad = grads[entry.name]
                     p.grad = grad.to(p.device, copy=True) if has_gradient else None
-                    self._gradients[entry.name] = p.grad
 
     def store(self, groups: Sequence[Sequence[Entry]]) -> None:
         """See :meth:`StandIns.store`.
@@ -94,34 +90,12 @@ class WholeParameters(StandIns):
                 total = collectives.reduce_scatter(buffer, unit.labels[Exchange.REDUCE]).wait()
                 for entry in its.intersection(chunk.entries):
                     entry.part_of(chunk.values).copy_(entry.part_of(total))
-        self._note_changed(list(chain(*groups)))
         self.drop()
 
     def drop(self) -> None:
         """See :meth:`StandIns.drop`."""
         for p in self.owned.values():
             p.data, p.grad = p.data.new_empty(0), None
-        self._gradients.clear()
-
-    def _note_changed(self, entries: Sequence[Entry]) -> None:
-        """Gradients that the optimizer has cleared are gone; what it made of others is not kept."""
-        gradients = self.engine.gradients
-        found = [
-            0
-            if given is None
-            else 2
-            if (now := self.owned[entry.name].grad) is None
-            else int(now is not given or given._version > 0)
-            for entry in entries
-            for given in [self._gradients.get(entry.name)]
-        ]
-        agreed = self.engine.collectives.agree(torch.tensor(found, device="cpu"))
-        for entry, change in zip(entries, agreed.tolist(), strict=True):
-            if change == 2:
-                gradients.clear(entry)
-            elif change:
-                name = type(self._optimizer).__name__
-                gradients.note_incomplete(entry, f"{name} changed gradients in its step")
 
     def _by_unit(self, groups: Sequence[Sequence[Entry]]) -> dict[Unit, set[Entry]]:
         found: dict[Unit, set[Entry]] = defaultdict(set)

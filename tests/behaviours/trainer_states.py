@@ -13,9 +13,13 @@ from behaviours.trainer_optimizers import ByReplacingData
 
 
 class MomentaInADict(ByReplacingData):
-    """State that is no tensor, of parameters that some steps do not use."""
+    """State that is no tensor, of parameters that some steps do not use. Gradients are cleared in
+    every other step.
+    """
 
-    refused = None
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if batch_idx % 2:
+            optimizer.zero_grad()
 
     def configure_optimizers(self):
         class Aggregated(torch.optim.SGD):

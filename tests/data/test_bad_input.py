@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 from data.datasets import Indices, StatefulStream, Stream, shards
 from helpers.ranks import run_ranks
@@ -22,8 +22,9 @@ def shard_with_own_order(rank, world):
     return shard_or_say(DataLoader(Indices(4), sampler=order), rank, world)
 
 
-def shard_with_bad_index_on_one_rank(rank, world):
-    return shard_or_say(DataLoader(Indices(4), sampler=[0, 1, 2, 3 + rank]), rank, world)
+def shard_with_endless_on_one_rank(rank, world):
+    sampler = Endless() if rank else None
+    return shard_or_say(DataLoader(Indices(4), sampler=sampler), rank, world)
 
 
 def shard_or_say(loader, rank, world):
@@ -41,18 +42,12 @@ def test_ranks_that_do_not_agree_hear_it_on_every_rank():
         assert "number of samples: by rank [10, 11]" in text and "Build dataset and sampler" in text
     for text in run_ranks(shard_with_own_order, 2):
         assert "the ranks do not agree about the checksum of the sampler's order" in text
-    zero, one = run_ranks(shard_with_bad_index_on_one_rank, 2)
+    zero, one = run_ranks(shard_with_endless_on_one_rank, 2)
     assert (
-        zero == f"on rank 1: {one}" and "rank 1, fit dataloader" in one and "yields index 4" in one
+        zero == f"on rank 1: {one}"
+        and "rank 1, fit dataloader" in one
+        and "Endless has no length" in one
     )
-
-
-def test_an_index_out_of_range():
-    with pytest.raises(
-        ValueError,
-        match=r"rank 0, fit dataloader.*list yields index 31 \(place 2 of epoch 0.*0 to 29",
-    ):
-        shards(lambda: DataLoader(Indices(30), sampler=[1, 2, 31]), 1)
 
 
 class Endless:
@@ -85,28 +80,6 @@ def test_a_batch_that_cannot_be_split():
     batches = [[0, 1], [2]]
     with pytest.raises(ValueError, match="list yields whole batches of its own"):
         shards(lambda: DataLoader(Indices(3), batch_sampler=batches), 2, sharding="split")
-
-
-class LaterUneven(BatchSampler):
-    """Its batches have one size in the first epoch only."""
-
-    passes = 0
-
-    def __iter__(self):
-        LaterUneven.passes += 1
-        yield from [[0, 1], [2, 3], [4, 5]] if LaterUneven.passes < 4 else [[0], [1, 2], [3, 4, 5]]
-
-
-def test_batches_that_change_their_size():
-    loader = shards(
-        lambda: DataLoader(Indices(6), batch_sampler=LaterUneven(range(6), 2, False)), 1
-    )[0]
-    list(loader)
-    loader.set_epoch(1)
-    with pytest.raises(
-        ValueError, match=r"batch_size=2, but its batches of epoch 1 have other sizes too"
-    ):
-        list(loader)
 
 
 def test_a_rank_without_any_sample():
@@ -157,9 +130,11 @@ def test_a_stream_that_is_shorter_than_it_was():
     batches = iter(loader)
     next(batches), next(batches), next(batches)
     resumed = shards(lambda: DataLoader(Stream(4), batch_size=2), 1)[0]
-    with pytest.warns(UserWarning, match="cannot go to a position"):
-        resumed.load_state_dict(loader.state_dict())
-    with pytest.raises(RuntimeError, match=r"Stream ended after 4 items while skipping the 6"):
+    resumed.load_state_dict(loader.state_dict())
+    with (
+        pytest.warns(UserWarning, match="cannot go to a position"),
+        pytest.raises(RuntimeError, match=r"Stream ended after 4 items while skipping the 6"),
+    ):
         list(resumed)
 
 

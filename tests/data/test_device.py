@@ -8,7 +8,7 @@ import torch
 
 from data.datasets import Indices, make_loader
 from lightning_zero3.strategies.data import DataOptions, shard_dataloader
-from lightning_zero3.strategies.data.device import DeviceFeed
+from lightning_zero3.strategies.data.device import place_on
 
 Pair = namedtuple("Pair", "a b")
 
@@ -66,8 +66,8 @@ def check(batch, device):
 
 def test_any_nesting_is_moved_and_the_original_is_not():
     batch = make_batch()
-    feed = DeviceFeed(iter([(batch, 0)]), torch.device("meta"), ahead=False)
-    check(next(feed)[0], "meta")
+    pairs = place_on(torch.device("meta"), iter([(batch, 0)]), ahead=False)
+    check(next(pairs)[0], "meta")
     check(batch, "cpu")
 
 
@@ -113,7 +113,7 @@ def test_no_batch_is_overwritten_while_it_is_read():
     size = 1 << 22
     pairs = ((torch.full((size,), float(k)).pin_memory(), k) for k in range(30))
     sums = []
-    for batch, _ in DeviceFeed(pairs, device, ahead=True):
+    for batch, _ in place_on(device, pairs, ahead=True):
         torch.cuda._sleep(3_000_000)  # the compute stream reads late, the next copies are long done
         sums.append(batch.sum())
         del batch
@@ -122,14 +122,15 @@ def test_no_batch_is_overwritten_while_it_is_read():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
-def test_every_nesting_on_cuda_and_an_error_in_its_turn():
+def test_every_nesting_on_cuda_and_an_error():
     def pairs():
         yield make_batch(), 0
+        yield make_batch(), 1
         raise OSError("gone")
 
-    feed = DeviceFeed(pairs(), torch.device("cuda", 0), ahead=True)
-    check(next(feed)[0], "cuda")
-    with pytest.raises(OSError, match="gone"):
-        next(feed)
+    placed = place_on(torch.device("cuda", 0), pairs(), ahead=True)
+    check(next(placed)[0], "cuda")
+    with pytest.raises(OSError, match="gone"):  # of the batch ahead
+        next(placed)
     with pytest.raises(StopIteration):
-        next(feed)
+        next(placed)

@@ -27,7 +27,7 @@ def cut(plan, items):
 
 def cut_stream(plan, items):
     rows = list(stream_rows(iter(items), plan, lambda: None))
-    return [[row.cells[rank] for row in rows if row.cells[rank]] for rank in range(plan.world)]
+    return [[cells[rank] for cells, _ in rows if cells[rank]] for rank in range(plan.world)]
 
 
 def plan_of(vector):
@@ -185,9 +185,9 @@ def test_a_stream_resumes_from_every_row():
 
                 whole = list(stream_rows(counted(0), shape, lambda: read))  # noqa: B023
                 head = list(range(min(n, shape.row_items)))
-                for k, row in enumerate(whole[:-1]):
-                    begin = row.mark or 0
+                for k, (_, (mark, rows_to_skip, _)) in enumerate(whole[:-1]):
+                    begin = mark or 0
                     again = stream_rows(counted(begin), shape, lambda: read, head, begin)  # noqa: B023
-                    rest = [r.cells for r in again][row.rows_to_skip :]
-                    assert rest == [r.cells for r in whole[k + 1 :]]
-                assert not whole or whole[-1].mark == n
+                    rest = [cells for cells, _ in again][rows_to_skip:]
+                    assert rest == [cells for cells, _ in whole[k + 1 :]]
+                assert not whole or whole[-1][1] == (n, 0, True)

@@ -75,20 +75,13 @@ def test_captured_steps_are_looked_at_and_their_nan_is_traced(world_size):
         eager = 3 + verified
         bad = BAD_STEP + 1 - eager - BAD_STEP // per_epoch
         assert replays == [4 * per_epoch - eager - 3] + 2 * [bad]
-        assert (
-            said[0] == said[1]
-            and said[2] == said[3]
-            and not any("not the first one's like" in text for text in said)
-        )
+        assert said[0] == said[1] and said[2] == said[3]
         first = f"In step {BAD_STEP} the first value that is not finite, "
         assert (
             said[0].startswith(first)
             and f", is in the output of unit net.0 in forward, on rank {world_size - 1}." in said[0]
         )
-        assert said[2].startswith(
-            f"{first}nan, is in the loss; all outputs of units are finite, on rank"
-            f" {world_size - 1}."
-        )
+        assert said[2].startswith(f"{first}nan, is in the loss, on rank {world_size - 1}.")
 
 
 def test_graphs_of_modules_would_hide_the_units_in_them():

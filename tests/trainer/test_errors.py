@@ -246,7 +246,7 @@ CASES = {
         ByAWrapper,
         {},
         {},
-        ["Slowed could not be tried on small tensors", "Return the SGD that it wraps"],
+        ["Slowed could not be tried on small tensors", "If it wraps another optimizer, return"],
     ),
     "untried optimizer": (
         ByNothing,
