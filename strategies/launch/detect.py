@@ -108,7 +108,7 @@ class _Reader:
 
     def __init__(self, environ: Mapping[str, str], launcher: Launcher) -> None:
         self.environ, self.launcher = environ, launcher
-        marks = [f"{mark}={environ[mark]}" for mark in launcher.marks if mark in environ]
+        marks = [f"{mark}={environ[mark]}" for mark in launcher.marks.split() if mark in environ]
         self.why = {"launcher": ", ".join(marks) or "default: no launcher found"}
 
     def note(self, item: str, reason: str) -> None:
@@ -125,17 +125,17 @@ class _Reader:
 
     def place(self, item: str) -> int | None:
         """Return the value of the first of the launcher's variables for ``item`` that is set."""
-        for name in getattr(self.launcher, item):
+        for name in getattr(self.launcher, item).split():
             value = self.integer(name)
             if value is not None:
                 self.note(item, f"{name}={value}")
                 return value
         return None
 
-    def raise_missing(self, item: str, remedy: str, names: tuple[str, ...] = ()) -> NoReturn:
+    def raise_missing(self, item: str, remedy: str, names: str = "") -> NoReturn:
         raise LaunchError(
             f"This process was started by {self.launcher.name}, but its {item.replace('_', ' ')} is"
-            f" unknown: {' or '.join(names or getattr(self.launcher, item))} is not set."
+            f" unknown: {' or '.join((names or getattr(self.launcher, item)).split())} is not set."
             f" {list_variables(self.environ)} {remedy}"
         )
 
@@ -200,7 +200,7 @@ def _places_by_launcher(read: _Reader, request: Request | None) -> dict[str, int
         read.note("local_rank", f"{one_or_all} on this node ({read.why['local_world_size']})")
     elif local_rank is None:
         read.raise_missing(
-            "local_rank", "Set it to this process's number on its node.", ("LOCAL_RANK",)
+            "local_rank", "Set it to this process's number on its node.", "LOCAL_RANK"
         )
     if node_rank is None:
         node_rank = _node_rank(read, rank, local_rank, local_world_size)
@@ -223,8 +223,8 @@ def _local_world_size(
         read.note("local_world_size", "one process in each pod")
         return 1
     if read.launcher is SLURM:
-        names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-        for name in names:
+        names = "SLURM_STEP_TASKS_PER_NODE SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE"
+        for name in names.split():
             text = read.environ.get(name, "")
             # A plain number instead of a list is valid for every node.
             tasks = tasks_on_node(text, 0 if text.isdecimal() else node or 0)
@@ -239,7 +239,7 @@ def _local_world_size(
         read.note("local_world_size", "the world size: rank 0 is on this host alone")
         return world_size
     read.raise_missing(
-        "local_world_size", "Set it to the number of processes on this node.", ("LOCAL_WORLD_SIZE",)
+        "local_world_size", "Set it to the number of processes on this node.", "LOCAL_WORLD_SIZE"
     )
 
 

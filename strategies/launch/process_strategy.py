@@ -58,12 +58,9 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if (
-            type(self.cluster_environment) is LightningEnvironment
-            and "MASTER_PORT" not in os.environ
-        ):
-            address = os.environ.get("MASTER_ADDR", LOOPBACK[0])
-            os.environ["MASTER_PORT"] = str(serve_at(listen(address)))
+        is_lightnings = type(self.cluster_environment) is LightningEnvironment
+        if is_lightnings and not {"MASTER_ADDR", "MASTER_PORT"} & os.environ.keys():
+            os.environ["MASTER_PORT"] = str(serve_at(listen(LOOPBACK[0])))
         os.environ[PARENT_VARIABLE] = str(os.getpid())
         os.environ.pop("RANK", None)  # the only one of its pod; Lightning numbers by LOCAL_RANK
         try:
@@ -211,22 +208,16 @@ class ProcessStrategy(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Set this process's ranks in the cluster environment and in the rank-zero utilities."""
-        try:
-            if isinstance(self.cluster_environment, DetectedEnvironment):
-                self.cluster_environment.request = self._request()
-            if self.cluster_environment is not None:
-                self.cluster_environment.set_global_rank(
-                    self.node_rank * self.num_processes + self.local_rank
-                )
-                self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-            # From the environment, because some environments ignore the setter.
-            for function in (rank_zero_only, fabric_rank_zero_only):
-                function.rank = self.global_rank  # type: ignore[attr-defined]  # not declared
-        except ValueError as error:
-            raise LaunchError(
-                f"A variable of the launcher is no whole number ({error})."
-                f" {list_variables(os.environ)}"
-            ) from error
+        if isinstance(self.cluster_environment, DetectedEnvironment):
+            self.cluster_environment.request = self._request()
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(
+                self.node_rank * self.num_processes + self.local_rank
+            )
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        # From the environment, because some environments ignore the setter.
+        for function in (rank_zero_only, fabric_rank_zero_only):
+            function.rank = self.global_rank  # type: ignore[attr-defined]  # not declared
 
     @override
     def _configure_launcher(self) -> None:

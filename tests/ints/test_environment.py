@@ -275,10 +275,6 @@ REFUSED = {
         {**TORCHRUN, "LOCAL_RANK": "4"},
         ["local_rank 4 (LOCAL_RANK=4)", "(LOCAL_WORLD_SIZE=4)"],
     ),
-    "node larger than world": (
-        {**TORCHRUN, "LOCAL_WORLD_SIZE": "8"},
-        ["8 processes (LOCAL_WORLD_SIZE=8)", "4 in all (WORLD_SIZE=4)"],
-    ),
     "not a port": ({**TORCHRUN, "MASTER_PORT": "70000"}, ["MASTER_PORT=70000 is not a port"]),
     "SLURM against itself": (
         {**SRUN, "SLURM_NTASKS": "6"},
