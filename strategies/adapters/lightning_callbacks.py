@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from ..collectives import DivergenceError
 from ..engine import Zero3Engine
-from .weight_averages import ShardedAverage, ShardedModel, Shards, require_elementwise_average
+from .weight_averages import ShardedAverage, Shards, require_elementwise_average
 
 
 def _strategy(trainer: pl.Trainer) -> Any:
@@ -58,7 +58,7 @@ class _Averaging(Callback):
         if stage == "fit":
             self._average_model = None
 
-    def start_average(self, model: ShardedModel) -> None:
+    def start_average(self, model: Any) -> None:
         """Make the average of ``model``, and load the state that a checkpoint has for it."""
         require_elementwise_average(type(self).__name__, self._average_models)
         self._average_model = self._make_average(model)
@@ -72,7 +72,7 @@ class _Averaging(Callback):
 
 
 class _WeightAveraging(_Averaging, WeightAveraging):
-    def _make_average(self, model: ShardedModel) -> ShardedAverage:
+    def _make_average(self, model: Any) -> ShardedAverage:
         device = self._device or model.engine.device
         return ShardedAverage(Shards(model), device, use_buffers=self._use_buffers, **self._kwargs)
 
@@ -106,7 +106,7 @@ class _WeightAveraging(_Averaging, WeightAveraging):
 class _StochasticWeightAveraging(_Averaging, StochasticWeightAveraging):
     """The older callback, whose average is a plain copy of the module."""
 
-    def _make_average(self, model: ShardedModel) -> Shards:
+    def _make_average(self, model: Any) -> Shards:
         return deepcopy(Shards(model))
 
     def _load_average(self, state: dict[str, Any]) -> None:
@@ -273,7 +273,7 @@ def adapt(callbacks: Sequence[Callback]) -> None:
                 callback.__class__ = type(cls.__name__, bases, namespace)
 
 
-def start_averages(model: ShardedModel, callbacks: Sequence[Callback]) -> None:
+def start_averages(model: Any, callbacks: Sequence[Callback]) -> None:
     """Start the averages of callbacks that average weights, after ``model`` has been sharded."""
     for callback in callbacks:
         if isinstance(callback, _Averaging):

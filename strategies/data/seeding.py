@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
 
-from ..support.random_states import capture, derive_seed, restore, scoped, seed_cpu
+from ..support.random_states import capture_cpu, derive_seed, restore, scoped, seed_cpu
 
 
 class Cell(list[Any]):
@@ -96,16 +96,16 @@ class WorkerInit:
 
 def draw_apart(batches: Iterator[Any]) -> Iterator[Any]:
     """Iterate with generator states of its own; between two batches others draw from theirs."""
-    own = capture(device=False)
+    own = capture_cpu()
     while True:
-        others = capture(device=False)
+        others = capture_cpu()
         restore(own)
         try:
             batch = next(batches)
         except StopIteration:
             return
         finally:
-            own = capture(device=False)
+            own = capture_cpu()
             restore(others)
         yield batch
         del batch

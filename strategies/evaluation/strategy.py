@@ -119,7 +119,7 @@ class EvaluationStrategy(WatchedStrategy):
         # Else the next backward compares, but there may be none.
         compare_notes(self.engine.collectives)
         compare_streams(loop._combined_loader, self.engine.collectives.all_gather_object)
-        self.write_activity(Activity.BETWEEN)
+        self.write_activity()
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one step, or assist the ranks that do; a rank without a batch returns its `NoBatch`.

@@ -118,7 +118,7 @@ class WatchedStrategy(ProcessStrategy):
             self._communicator.exchange_log.progress = self.watch.position.progress
             self.watch.unit_name, self.watch.communicator = self._unit_name, self._communicator
 
-    def write_activity(self, activity: Activity) -> None:
+    def write_activity(self, activity: Activity = Activity.BETWEEN) -> None:
         """Write what this rank does from now on, between calls that write what they do."""
         if self.watch is not None:
             self.watch.position.activity = activity

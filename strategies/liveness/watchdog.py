@@ -133,8 +133,7 @@ class Watch:
         self._finished: dict[int, Place] = {}  # ranks whose run has ended well -> last place
         self._standstill, self._straggler = Standstill(options.slow), Straggler(options.slow)
         self._verdict: Verdict | None = None  # why the run ends
-        self._deadline = float("inf")  # when this process is ended, unless it has raised
-        self._raised_at: float | None = None
+        self._deadline = float("inf")  # when this process is ended
         self._verdict_event = threading.Event()
         self._needs_verdict = False  # the training thread waits for it
         self._is_stopping, self._last_check = False, time.monotonic()
@@ -151,7 +150,7 @@ class Watch:
         """
         # hazard: what follows, and the clean-up of this rank (loggers that upload, waits for the
         # others), may take longer than the grace, which is there to raise.
-        self._raised_at = time.monotonic()
+        self._deadline = time.monotonic() + self._options.lost
         if isinstance(error, DivergenceError):
             lines = [user_line(frame, at) for frame, at in traceback.walk_tb(error.__traceback__)]
             here = [f"\nRank {self._rank} is at {line}." for line in lines if line][-1:]
@@ -390,16 +389,14 @@ class Watch:
         text = "\n".join(map(printable, verdict.text.split("\n", 1)))
         self._verdict = verdict = verdict._replace(text=text)
         self.position.leave_message(text)
-        self._deadline = time.monotonic() + (0 if verdict.stuck else self._options.grace)
+        if self._deadline == float("inf"):
+            self._deadline = time.monotonic() + (0 if verdict.stuck else self._options.grace)
         self._verdict_event.set()
         if verdict.rank != self._rank or verdict.stuck:
             print_error(self._describe_verdict(verdict))
 
     def _end_process_if_late(self) -> None:
-        deadline = self._deadline
-        if self._raised_at is not None:
-            deadline = self._raised_at + self._options.lost
-        if time.monotonic() < deadline or self._is_stopping:
+        if time.monotonic() < self._deadline or self._is_stopping:
             return
         print_error(f"Rank {self._rank} did not end by itself; its process is ended here:")
         faulthandler.dump_traceback(2)

@@ -56,22 +56,21 @@ def seed_rank(seed: int, rank: int) -> None:
         seed_all(derive_seed(seed, rank))
 
 
-def capture(device: bool = True) -> State:
-    """Return the states of all generators of this process; takes microseconds.
+def capture() -> State:
+    """Return the states of all generators of this process; takes microseconds."""
+    cuda = {"cuda": torch.cuda.get_rng_state()} if _cuda_in_use() else {}
+    return {**capture_cpu(), **cuda}
 
-    Args:
-        device: also the current CUDA device's, if CUDA is in use already.
-    """
+
+def capture_cpu() -> State:
+    """Return the states of python's, numpy's and torch's CPU generator."""
     _, keys, *rest = np.random.get_state()
-    state: State = {
+    return {
         "python": random.getstate(),
         # The keys as an int64 tensor, because torch.load refuses numpy arrays by default.
-        "numpy": [torch.from_numpy(keys.astype(np.int64)), *rest],
+        "numpy": [torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
         "torch": torch.get_rng_state(),
     }
-    if device and _cuda_in_use():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
 
 
 def restore(state: State) -> None:
@@ -87,7 +86,7 @@ def restore(state: State) -> None:
 @contextmanager
 def scoped(seed: int | None = None) -> Iterator[None]:
     """Run a block, seeded or not, that leaves python's, numpy's and torch's CPU state untouched."""
-    before = capture(device=False)
+    before = capture_cpu()
     try:
         if seed is not None:
             seed_cpu(seed)
