@@ -28,33 +28,16 @@ __all__ = [
 ]
 
 
-def _full_name(cls: object) -> str:
-    return f"{getattr(cls, '__module__', '?')}.{getattr(cls, '__qualname__', repr(cls))}"
-
-
 def _register() -> None:
-    """Register `Zero3Strategy` once, and refuse to replace a class of another package.
+    """Register `Zero3Strategy`; Lightning refuses a name that another class has.
 
-    Lightning reads the name when a Trainer is built. Overriding the entry would change which class
-    an unrelated part of the program gets, so the second registration fails.
-
-    Raises:
-        RuntimeError: another class is registered under one of the names.
+    Where the module was executed again (a reload) the class that users import now takes the place
+    of the old one.
     """
     for name in Zero3Strategy.registered_names:
-        if name not in StrategyRegistry:
-            continue
-        taken_by = StrategyRegistry[name]["strategy"]
-        if _full_name(taken_by) != _full_name(Zero3Strategy):
-            raise RuntimeError(
-                f'The strategy name "{name}" is already taken by {_full_name(taken_by)}, so'
-                f" {_full_name(Zero3Strategy)} cannot be registered under it.\nImport only one of"
-                f' the two packages, or call `StrategyRegistry.remove("{name}")` before this'
-                " import; if both names end alike, one file was imported under two names:"
-                " take the checkout off sys.path."
-            )
-        # The module was executed again (a reload): register the class that users import now.
-        StrategyRegistry.remove(name)
+        taken_by = StrategyRegistry[name]["strategy"] if name in StrategyRegistry else None
+        if taken_by is not None and taken_by.__module__ == Zero3Strategy.__module__:
+            StrategyRegistry.remove(name)
     Zero3Strategy.register_strategies(StrategyRegistry)
 
 

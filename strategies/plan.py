@@ -171,19 +171,14 @@ def show_plan(
                 name not in mine and name in ("activations", "optimizer state") and not mine["host"]
             ):
                 print(f"  {name:<18}{'not counted':>14}")
-        its_lack = lacks[options["offload"]]
+        what, its_lack = "State alone" if comment else "It", lacks[options["offload"]]
         if its_lack:
             missing = [f"{place} lacks {size_text(n)}" for place, n in its_lack.items()]
-            if comment:
-                print("Activations could not be counted. State alone does not fit:", end=" ")
-            else:
-                print("It does not fit:", end=" ")
-            print(f"the {', and the '.join(missing)}.")
+            print(f"{what} does not fit: the {', and the '.join(missing)}.")
             for kind, (_, state) in plans.items():
                 if kind is not None and kind is not options["offload"]:
                     on_host = size_text(state["host"] * asked["devices"])
-                    fits = "state alone would fit" if comment else "it would fit"
-                    verdict = "not enough" if lacks[kind] else fits
+                    verdict = "not enough" if lacks[kind] else f"{what.lower()} would fit"
                     on_device = size_text(state["most in a step"])
                     print(
                         f"  offload={kind.kind!r}: {on_device} on a device,"
@@ -195,10 +190,8 @@ def show_plan(
                 + ("" if moves is not None else " and activations='host'")
                 + "; state shrinks with more ranks."
             )
-        elif has_limit and comment:
-            print("State alone fits. Activations could not be counted, so all may not fit.")
         elif has_limit:
-            print("It fits, without the CUDA context, NCCL's buffers and fragmentation.")
+            print(f"{what} fits, without the CUDA context, NCCL's buffers and fragmentation.")
     raise SystemExit(2 if has_limit and comment else 1 if lacks[options["offload"]] else _TOLD)
 
 

@@ -7,11 +7,9 @@ which the user's still override. For Lightning and in checkpoints it keeps its n
 
 from __future__ import annotations
 
-import copyreg
 import warnings
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from functools import partialmethod
 from typing import Any
 
 import lightning.pytorch as pl
@@ -34,7 +32,7 @@ from typing_extensions import override
 
 from ..collectives import DivergenceError
 from ..engine import Zero3Engine
-from .weight_averages import ShardedAverage, ShardedModel, Shards, require_elementwise_average
+from .weight_averages import ShardedAverage, Shards, require_elementwise_average
 
 
 def _strategy(trainer: pl.Trainer) -> Any:
@@ -60,7 +58,7 @@ class _Averaging(Callback):
         if stage == "fit":
             self._average_model = None
 
-    def start_average(self, model: ShardedModel) -> None:
+    def start_average(self, model: Any) -> None:
         """Make the average of ``model``, and load the state that a checkpoint has for it."""
         require_elementwise_average(type(self).__name__, self._average_models)
         self._average_model = self._make_average(model)
@@ -74,7 +72,7 @@ class _Averaging(Callback):
 
 
 class _WeightAveraging(_Averaging, WeightAveraging):
-    def _make_average(self, model: ShardedModel) -> ShardedAverage:
+    def _make_average(self, model: Any) -> ShardedAverage:
         device = self._device or model.engine.device
         return ShardedAverage(Shards(model), device, use_buffers=self._use_buffers, **self._kwargs)
 
@@ -108,7 +106,7 @@ class _WeightAveraging(_Averaging, WeightAveraging):
 class _StochasticWeightAveraging(_Averaging, StochasticWeightAveraging):
     """The older callback, whose average is a plain copy of the module."""
 
-    def _make_average(self, model: ShardedModel) -> Shards:
+    def _make_average(self, model: Any) -> Shards:
         return deepcopy(Shards(model))
 
     def _load_average(self, state: dict[str, Any]) -> None:
@@ -270,25 +268,12 @@ def adapt(callbacks: Sequence[Callback]) -> None:
                     "__module__": cls.__module__,
                     # `Callback.state_key` returns it.
                     "__qualname__": cls.__qualname__,
-                    "__reduce_ex__": partialmethod(_pickle_as, cls),
                 }
                 bases = tuple(part for part in (before, theirs, after) if part is not None)
                 callback.__class__ = type(cls.__name__, bases, namespace)
 
 
-def _pickle_as(callback: Callback, cls: Any, protocol: int) -> Any:
-    """Pickle or copy ``callback`` as an object of the user's class ``cls``.
-
-    Pickle can find ``cls`` by its name. The next Trainer adapts the copy anew.
-    """
-    make, arguments, *rest = cls.__reduce_ex__(callback, protocol)
-    arguments = tuple(cls if value is type(callback) else value for value in arguments)
-    # For `copyreg.__newobj__` pickle would compare the class with that of ``callback``.
-    is_new = make is copyreg.__newobj__  # type: ignore[attr-defined]  # typeshed lacks it
-    return cls.__new__ if is_new else make, arguments, *rest
-
-
-def start_averages(model: ShardedModel, callbacks: Sequence[Callback]) -> None:
+def start_averages(model: Any, callbacks: Sequence[Callback]) -> None:
     """Start the averages of callbacks that average weights, after ``model`` has been sharded."""
     for callback in callbacks:
         if isinstance(callback, _Averaging):

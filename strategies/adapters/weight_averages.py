@@ -7,26 +7,13 @@ state dict of an average has the names and shapes of the module's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from ..engine import Chunk, Zero3Engine
-
-
-class ShardedModel(Protocol):
-    """The attributes of the strategy that averages use."""
-
-    engine: Any  # `Zero3Engine`, since the model was sharded
-
-    @property
-    def lightning_module(self) -> Any:
-        """The whole model."""
-
-    def sliced_state_dict(self, shards: Callable[[Chunk], Tensor]) -> dict[str, Any]:
-        """Return the module's state dict with slices of ``shards``; no exchange."""
+from ..engine import Zero3Engine
 
 
 class Shards(nn.Module):
@@ -34,9 +21,12 @@ class Shards(nn.Module):
 
     Its parameters are this rank's shards, its buffers the module's. A deep copy has tensors
     of its own, and is a sharded copy of the module.
+
+    Args:
+        model: a `Zero3Strategy`, which this room may not import, with an engine.
     """
 
-    def __init__(self, model: ShardedModel) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self._model = model
         for k, chunk in enumerate(model.engine.chunks):

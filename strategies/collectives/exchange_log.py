@@ -25,9 +25,9 @@ _WRITES = {
 }
 _CHUNK_WORDS = 1 << 18  # words of 8 bytes that a checksum multiplies at a time
 LOOK_FOR = (
-    "\nAll ranks must run the same modules in the same order, load and save together, and take the"
-    " same number of steps. Look for what one rank does alone (`strategy.gathered` is for that),"
-    " loaders of different length, and branches on a rank's own data"
+    "\nAll ranks must run the same modules in the same order, load and save together, and take as"
+    " many steps. Look for what one rank does alone (`strategy.gathered` is for that), loaders of"
+    " different length, and branches or `should_stop` by a rank's own data"
     " (docs/understand/failures.md#diverging-ranks)."
 )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
 
-from ..support.random_states import derive_seed, mark, scoped, seed_cpu
+from ..support.random_states import capture_cpu, derive_seed, restore, scoped, seed_cpu
 
 
 class Cell(list[Any]):
@@ -96,17 +96,17 @@ class WorkerInit:
 
 def draw_apart(batches: Iterator[Any]) -> Iterator[Any]:
     """Iterate with generator states of its own; between two batches others draw from theirs."""
-    own = mark()
+    own = capture_cpu()
     while True:
-        others = mark()
-        own()
+        others = capture_cpu()
+        restore(own)
         try:
             batch = next(batches)
         except StopIteration:
             return
         finally:
-            own = mark()
-            others()
+            own = capture_cpu()
+            restore(others)
         yield batch
         del batch
 

@@ -41,17 +41,17 @@ class EvaluationStrategy(WatchedStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self.begin_evaluation(Activity.BETWEEN_VALIDATION)
+        self.write_activity(Activity.BETWEEN_VALIDATION)
         self._plan_turns(self._trainer._evaluation_loop)
 
     @override
     def on_test_start(self) -> None:
-        self.begin_evaluation(Activity.BETWEEN_TEST)
+        self.write_activity(Activity.BETWEEN_TEST)
         self._plan_turns(self._trainer._evaluation_loop)
 
     @override
     def on_predict_start(self) -> None:
-        self.begin_evaluation(Activity.BETWEEN_PREDICT)
+        self.write_activity(Activity.BETWEEN_PREDICT)
         self._plan_turns(self._trainer.predict_loop)
 
     @override
@@ -106,7 +106,7 @@ class EvaluationStrategy(WatchedStrategy):
         # Else the next backward compares, but there may be none.
         compare_notes(self.engine.collectives)
         compare_streams(loop._combined_loader, self.engine.collectives.all_gather_object)
-        self.end_evaluation()
+        self.write_activity()
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run one step, or assist the ranks that do; a rank without a batch returns its `NoBatch`.

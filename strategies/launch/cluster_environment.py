@@ -195,7 +195,14 @@ def identify(plugin: ClusterEnvironment, devices: Devices, request: Request) -> 
 
 def _ask(plugin: ClusterEnvironment, devices: Devices, request: Request) -> World:
     """Return what a cluster environment of the user's says of this process."""
-    places = {
+    name, why = type(plugin).__name__, {}
+    # What the plugin does not know, the ranks' hosts tell if they can talk already, or the Trainer.
+    if is_group_of_others():
+        places = DetectedEnvironment()._group_places
+    else:
+        places = {"local_world_size": request.processes}
+        why = {"local_world_size": f"devices of the Trainer={request.processes}"}
+    places |= {
         "rank": plugin.global_rank(),
         "local_rank": plugin.local_rank(),
         "node_rank": plugin.node_rank(),
@@ -203,18 +210,7 @@ def _ask(plugin: ClusterEnvironment, devices: Devices, request: Request) -> Worl
         "main_address": plugin.main_address,
         "main_port": plugin.main_port,
     }
-    # What the plugin does not know, the ranks' hosts tell if they can talk already, or the Trainer.
-    group = DetectedEnvironment()
-    if is_group_of_others() and dist.get_world_size() == places["world_size"]:
-        places["local_world_size"] = group._group_places["local_world_size"]
-        return _told_by(type(plugin).__name__, places, devices, request)
-    return _told_by(
-        type(plugin).__name__,
-        {**places, "local_world_size": request.processes},
-        devices,
-        request,
-        local_world_size=f"devices of the Trainer={request.processes}",
-    )
+    return _told_by(name, places, devices, request, **why)
 
 
 def _told_by(

@@ -108,7 +108,7 @@ class _Reader:
 
     def __init__(self, environ: Mapping[str, str], launcher: Launcher) -> None:
         self.environ, self.launcher = environ, launcher
-        marks = [f"{mark}={environ[mark]}" for mark in launcher.marks if mark in environ]
+        marks = [f"{mark}={environ[mark]}" for mark in launcher.marks.split() if mark in environ]
         self.why = {"launcher": ", ".join(marks) or "default: no launcher found"}
 
     def note(self, item: str, reason: str) -> None:
@@ -125,17 +125,17 @@ class _Reader:
 
     def place(self, item: str) -> int | None:
         """Return the value of the first of the launcher's variables for ``item`` that is set."""
-        for name in getattr(self.launcher, item):
+        for name in getattr(self.launcher, item).split():
             value = self.integer(name)
             if value is not None:
                 self.note(item, f"{name}={value}")
                 return value
         return None
 
-    def raise_missing(self, item: str, remedy: str, names: tuple[str, ...] = ()) -> NoReturn:
+    def raise_missing(self, item: str, remedy: str, names: str = "") -> NoReturn:
         raise LaunchError(
             f"This process was started by {self.launcher.name}, but its {item.replace('_', ' ')} is"
-            f" unknown: {' or '.join(names or getattr(self.launcher, item))} is not set."
+            f" unknown: {' or '.join((names or getattr(self.launcher, item)).split())} is not set."
             f" {list_variables(self.environ)} {remedy}"
         )
 
@@ -156,16 +156,8 @@ def _places_by_request(read: _Reader, wish: Request | None) -> dict[str, int]:
     """
     request = wish or Request()
     world_size = request.processes * request.nodes
-    _refuse_stray_local_rank(read, world_size)
     local_rank = read.place("local_rank") or 0 if world_size > 1 else 0
     node_rank = read.place("node_rank") or 0 if request.nodes > 1 else 0
-    variable = read.integer("WORLD_SIZE")
-    if variable not in (None, 1, world_size):
-        raise LaunchError(
-            f"WORLD_SIZE={variable}, but the Trainer has devices={request.processes} and"
-            f" num_nodes={request.nodes}, which makes {world_size} processes. Unset WORLD_SIZE or"
-            " change the Trainer."
-        )
     reason = (
         f"Trainer(devices={request.processes}, num_nodes={request.nodes})"
         if wish
@@ -183,23 +175,6 @@ def _places_by_request(read: _Reader, wish: Request | None) -> dict[str, int]:
         "world_size": world_size,
         "local_world_size": request.processes,
     }
-
-
-def _refuse_stray_local_rank(read: _Reader, world_size: int) -> None:
-    """Raise if LOCAL_RANK is set without an address to meet at.
-
-    ``LightningEnvironment.creates_processes_externally`` takes LOCAL_RANK for a launcher's, so
-    Lightning would wait for processes that nobody starts.
-    """
-    if world_size > 1 and read.launcher is SUBPROCESS and "LOCAL_RANK" in read.environ:
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in read.environ]
-        if missing:
-            raise LaunchError(
-                f"LOCAL_RANK={read.environ['LOCAL_RANK']} says that a launcher started this"
-                f" process, but it has set no {' and no '.join(missing)}: training would wait for"
-                f" {world_size - 1} other processes that nobody starts. Unset LOCAL_RANK (some"
-                " container images set it), or start with torchrun."
-            )
 
 
 def _places_by_launcher(read: _Reader, request: Request | None) -> dict[str, int]:
@@ -225,7 +200,7 @@ def _places_by_launcher(read: _Reader, request: Request | None) -> dict[str, int
         read.note("local_rank", f"{one_or_all} on this node ({read.why['local_world_size']})")
     elif local_rank is None:
         read.raise_missing(
-            "local_rank", "Set it to this process's number on its node.", ("LOCAL_RANK",)
+            "local_rank", "Set it to this process's number on its node.", "LOCAL_RANK"
         )
     if node_rank is None:
         node_rank = _node_rank(read, rank, local_rank, local_world_size)
@@ -248,8 +223,8 @@ def _local_world_size(
         read.note("local_world_size", "one process in each pod")
         return 1
     if read.launcher is SLURM:
-        names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-        for name in names:
+        names = "SLURM_STEP_TASKS_PER_NODE SLURM_NTASKS_PER_NODE SLURM_TASKS_PER_NODE"
+        for name in names.split():
             text = read.environ.get(name, "")
             # A plain number instead of a list is valid for every node.
             tasks = tasks_on_node(text, 0 if text.isdecimal() else node or 0)
@@ -264,16 +239,13 @@ def _local_world_size(
         read.note("local_world_size", "the world size: rank 0 is on this host alone")
         return world_size
     read.raise_missing(
-        "local_world_size", "Set it to the number of processes on this node.", ("LOCAL_WORLD_SIZE",)
+        "local_world_size", "Set it to the number of processes on this node.", "LOCAL_WORLD_SIZE"
     )
 
 
 def _node_rank(read: _Reader, rank: int, local_rank: int, local_world_size: int) -> int:
-    if local_world_size < 1:
-        raise LaunchError(
-            f"{read.why['local_world_size']} is no number of processes. Correct or unset it."
-        )
-    node_rank, rest = divmod(rank - local_rank, local_world_size)
+    # `World` refuses a node without processes
+    node_rank, rest = divmod(rank - local_rank, max(local_world_size, 1))
     if rest:
         raise LaunchError(
             f"{read.why['rank']}, {read.why['local_rank']} and {read.why['local_world_size']} do"

@@ -11,17 +11,16 @@ from dataclasses import dataclass
 class Launcher:
     """A program that starts the processes of a run, and the variables that it sets for them.
 
-    Of each tuple of names the first variable that is set counts; an empty tuple means that the
-    launcher sets none.
+    Where there are several, with spaces between, the first that is set counts.
     """
 
     name: str
-    marks: tuple[str, ...] = ()  # if all are set, this launcher has started the process
-    rank: tuple[str, ...] = ()
-    world_size: tuple[str, ...] = ()
-    local_rank: tuple[str, ...] = ()
-    local_world_size: tuple[str, ...] = ()
-    node_rank: tuple[str, ...] = ()
+    marks: str = ""  # if all are set, this launcher has started the process
+    rank: str = ""
+    world_size: str = ""
+    local_rank: str = ""
+    local_world_size: str = ""
+    node_rank: str = ""
 
 
 # What may be shown of the environment: these, and options of libraries by their prefixes. Prefixes
@@ -64,83 +63,81 @@ def shown_variables(environ: Mapping[str, str], prefixes: tuple[str, ...] = ()) 
 
 TORCHRUN = Launcher(
     "torchrun",
-    ("TORCHELASTIC_RUN_ID",),
-    ("RANK",),
-    ("WORLD_SIZE",),
-    ("LOCAL_RANK",),
-    ("LOCAL_WORLD_SIZE",),
-    ("GROUP_RANK",),
+    "TORCHELASTIC_RUN_ID",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
 )
 OPEN_MPI = Launcher(
     "openmpi",
-    ("OMPI_COMM_WORLD_RANK",),
-    ("OMPI_COMM_WORLD_RANK",),
-    ("OMPI_COMM_WORLD_SIZE",),
-    ("OMPI_COMM_WORLD_LOCAL_RANK",),
-    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
 MVAPICH = Launcher(
     "mvapich",
-    ("MV2_COMM_WORLD_RANK",),
-    ("MV2_COMM_WORLD_RANK",),
-    ("MV2_COMM_WORLD_SIZE",),
-    ("MV2_COMM_WORLD_LOCAL_RANK",),
-    ("MV2_COMM_WORLD_LOCAL_SIZE",),
+    "MV2_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
 )
 # Hydra, the launcher of Intel MPI and MPICH. `srun --mpi=pmi2` sets PMI_RANK too, but
 # neither MPI_LOCALRANKID nor MPI_LOCALNRANKS.
 INTEL_MPI = Launcher(
     "intelmpi",
-    ("PMI_RANK", "MPI_LOCALRANKID"),
-    ("PMI_RANK",),
-    ("PMI_SIZE",),
-    ("MPI_LOCALRANKID",),
-    ("MPI_LOCALNRANKS",),
+    "PMI_RANK MPI_LOCALRANKID",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS",
 )
 # Other programs that speak MPI's PMI: Cray's, and MPICH's gforker, which numbers no local ranks.
 PMI = Launcher(
     "pmi",
-    ("PMI_RANK", "PMI_SIZE"),
-    ("PMI_RANK",),
-    ("PMI_SIZE",),
-    ("PMI_LOCAL_RANK", "LOCAL_RANK"),
-    ("PMI_LOCAL_SIZE", "LOCAL_WORLD_SIZE"),
+    "PMI_RANK PMI_SIZE",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "PMI_LOCAL_RANK LOCAL_RANK",
+    "PMI_LOCAL_SIZE LOCAL_WORLD_SIZE",
 )
 LSF = Launcher(
     "lsf",
-    ("LSB_JOBID", "JSM_NAMESPACE_RANK"),
-    ("JSM_NAMESPACE_RANK",),
-    ("JSM_NAMESPACE_SIZE",),
-    ("JSM_NAMESPACE_LOCAL_RANK",),
-    ("JSM_NAMESPACE_LOCAL_SIZE",),
+    "LSB_JOBID JSM_NAMESPACE_RANK",
+    "JSM_NAMESPACE_RANK",
+    "JSM_NAMESPACE_SIZE",
+    "JSM_NAMESPACE_LOCAL_RANK",
+    "JSM_NAMESPACE_LOCAL_SIZE",
 )
 SLURM = Launcher(
     "slurm",
-    ("SLURM_NTASKS",),
-    ("SLURM_PROCID",),
-    ("SLURM_NTASKS",),
-    ("SLURM_LOCALID",),
-    node_rank=("SLURM_NODEID",),
+    "SLURM_NTASKS",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "SLURM_LOCALID",
+    node_rank="SLURM_NODEID",
 )
 # The PyTorchJob operator starts one process in each pod and counts pods.
-KUBEFLOW = Launcher("kubeflow", rank=("RANK",), world_size=("WORLD_SIZE",), node_rank=("RANK",))
+KUBEFLOW = Launcher("kubeflow", rank="RANK", world_size="WORLD_SIZE", node_rank="RANK")
 # torch's own variables, set by hand or by a launcher that does not name itself.
 VARIABLES = Launcher(
     "variables",
-    (),
-    ("RANK",),
-    ("WORLD_SIZE",),
-    ("LOCAL_RANK",),
-    ("LOCAL_WORLD_SIZE",),
-    ("NODE_RANK", "GROUP_RANK"),
+    "",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "NODE_RANK GROUP_RANK",
 )
 # Processes that Lightning starts itself: it runs the script again, uses multiprocessing, or starts
 # none.
-SUBPROCESS = Launcher(
-    "subprocess", local_rank=("LOCAL_RANK",), node_rank=("NODE_RANK", "GROUP_RANK")
-)
-SPAWN = Launcher("spawn", local_rank=("LOCAL_RANK",), node_rank=("NODE_RANK",))
-NOTEBOOK = Launcher("notebook", local_rank=("LOCAL_RANK",))
+SUBPROCESS = Launcher("subprocess", local_rank="LOCAL_RANK", node_rank="NODE_RANK GROUP_RANK")
+SPAWN = Launcher("spawn", local_rank="LOCAL_RANK", node_rank="NODE_RANK")
+NOTEBOOK = Launcher("notebook", local_rank="LOCAL_RANK")
 SINGLE = Launcher("single")
 
 # The innermost first: torchrun may run inside of mpirun, and mpirun inside of a SLURM job, whose
@@ -152,7 +149,7 @@ STARTED_BY_LIGHTNING = (SUBPROCESS, SPAWN, NOTEBOOK, SINGLE)
 def find_launcher(environ: Mapping[str, str]) -> Launcher:
     """Return the launcher that started this process; SINGLE if no launcher's variables are set."""
     for launcher in _BY_MARKS:
-        if all(mark in environ for mark in launcher.marks):
+        if all(mark in environ for mark in launcher.marks.split()):
             return launcher
     if "SLURM_NTASKS" in environ and not is_interactive_job(environ):
         return SLURM

@@ -6,14 +6,11 @@ If not, all ranks that are there are told what is wrong.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -23,11 +20,8 @@ import torch.distributed as dist
 from ..support import printable
 from .world import LaunchError, World
 
-_log = logging.getLogger(__name__)
-
 Card = dict[str, Any]  # what a process tells of itself
 
-_EXPLAIN_AFTER_S = 20.0
 _ANSWER_S = 5.0  # after the deadline, in which rank 0 names the missing ranks
 _HEAR_S = 2.0  # in which the others have read the verdict
 # the items of a card that must be the same on all ranks
@@ -173,8 +167,7 @@ def _collect_cards(
         answer()
         return store.check(keys) or store.check(["problem"])
 
-    with explained(f"Not all of {world.world_size} ranks have come to {world.meeting_point}"):
-        _wait(is_done, deadline, world)
+    _wait(is_done, deadline, world)
     return {r: json.loads(store.get(key)) for r, key in enumerate(keys) if store.check([key])}
 
 
@@ -203,12 +196,11 @@ def _compare(cards: dict[int, Card], world: World) -> str:
 
 def _wait_for_verdict(store: dist.Store, world: World, deadline: float) -> str:
     """Wait for rank 0's verdict; return the problem, empty if there is none."""
-    with explained(f"Rank {world.rank} waits for the other ranks at {world.meeting_point}"):
-        if not _wait(lambda: store.check(["verdict"]), deadline + _ANSWER_S, world):
-            return (
-                f"Rank 0 at {world.meeting_point} did not answer rank {world.rank}. Rank 0's output"
-                " says why."
-            )
+    if not _wait(lambda: store.check(["verdict"]), deadline + _ANSWER_S, world):
+        return (
+            f"Rank 0 at {world.meeting_point} did not answer rank {world.rank}. Rank 0's output"
+            " says why."
+        )
     problem, world_size = json.loads(store.get("verdict"))
     store.add("heard", 1)
     if not problem and world_size != world.world_size:
@@ -233,17 +225,3 @@ def _wait(is_done: Callable[[], bool], deadline: float, world: World) -> bool:
 
 def _name(card: Card) -> str:
     return f"process {card['pid']} on {card['host']}"
-
-
-@contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Log ``what`` this process waits for if the block takes long."""
-    timer = threading.Timer(
-        _EXPLAIN_AFTER_S, _log.warning, [f"{what}, after {_EXPLAIN_AFTER_S:g} s; still trying."]
-    )
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

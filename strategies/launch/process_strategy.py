@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -48,27 +46,6 @@ from .world import LOOPBACK, LaunchError, Request, World
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
-def _needs_port(environment: ClusterEnvironment | None, nodes: int) -> bool:
-    """Return whether the launching process has to choose the port at which all will meet.
-
-    Raises:
-        LaunchError: there are several nodes, each of which would choose another port.
-    """
-    if type(environment) is not LightningEnvironment or "MASTER_PORT" in os.environ:
-        return False
-    if nodes > 1:
-        raise LaunchError(
-            f"Trainer(num_nodes={nodes}) starts processes on each node, but MASTER_PORT is not"
-            " set.\nSet it to a free port of rank 0's host, and MASTER_ADDR to that host, alike on"
-            " all nodes (and NODE_RANK to each one's number), or start with torchrun."
-        )
-    return True
-
-
-def _main_address() -> str:
-    return os.environ.get("MASTER_ADDR", LOOPBACK[0])
-
-
 _SAID: set[str] = set()
 
 
@@ -81,8 +58,9 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if _needs_port(self.cluster_environment, self.num_nodes):
-            os.environ["MASTER_PORT"] = str(serve_at(listen(_main_address())))
+        is_lightnings = type(self.cluster_environment) is LightningEnvironment
+        if is_lightnings and not {"MASTER_ADDR", "MASTER_PORT"} & os.environ.keys():
+            os.environ["MASTER_PORT"] = str(serve_at(listen(LOOPBACK[0])))
         os.environ[PARENT_VARIABLE] = str(os.getpid())
         os.environ.pop("RANK", None)  # the only one of its pod; Lightning numbers by LOCAL_RANK
         try:
@@ -95,9 +73,8 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
 
 
 class _ForkLauncher(_MultiProcessingLauncher):
-    """Starts all ranks by multiprocessing; they inherit the open port, where rank 0 serves."""
+    """Starts all ranks by multiprocessing, and says how they ended."""
 
-    _listener: socket.socket | None = None
     # gives the trainer back the callbacks that it lacks while it handles an error
     _restore_callbacks: Callable[[], None] | None = None
 
@@ -110,9 +87,9 @@ class _ForkLauncher(_MultiProcessingLauncher):
         **kwargs: Any,
     ) -> Any:
         self.restore_trainer()
+        is_given = "MASTER_PORT" in os.environ
         try:
-            with self._open_port():
-                return super().launch(function, *args, trainer=trainer, **kwargs)
+            return super().launch(function, *args, trainer=trainer, **kwargs)
         except BaseException:
             self.kill(signal.SIGTERM)
             # Lightning's `_interrupt` would let `Checkpoint` callbacks save in this process, which
@@ -125,6 +102,9 @@ class _ForkLauncher(_MultiProcessingLauncher):
                     if not isinstance(callback, Checkpoint)
                 ]
             raise
+        finally:
+            if not is_given:  # the next launch gets a port of its own
+                os.environ.pop("MASTER_PORT", None)
 
     def restore_trainer(self) -> None:
         """Give the trainer all its callbacks back."""
@@ -132,32 +112,10 @@ class _ForkLauncher(_MultiProcessingLauncher):
             self._restore_callbacks()
             self._restore_callbacks = None
 
-    @contextmanager
-    def _open_port(self) -> Iterator[None]:
-        """Listen at a free port in the block, if this process has to choose the port."""
-        assert isinstance(self._strategy, ProcessStrategy)
-        if not _needs_port(self._strategy.cluster_environment, self._strategy.num_nodes):
-            yield
-            return
-        try:
-            with listen(_main_address()) as self._listener:
-                yield
-        finally:
-            self._listener = None
-            # `_MultiProcessingLauncher.launch` has set it; the next launch gets a port of its own.
-            os.environ.pop("MASTER_PORT", None)
-
     @override
     def _wrapping_function(
         self, process_idx: int, trainer: pl.Trainer | None, *args: Any, **kwargs: Any
     ) -> None:
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            os.environ["MASTER_PORT"] = str(
-                serve_at(listener) if process_idx == 0 else listener.getsockname()[1]
-            )
-            if process_idx:
-                listener.close()
         try:
             super()._wrapping_function(process_idx, trainer, *args, **kwargs)
         except BaseException as error:
@@ -250,27 +208,29 @@ class ProcessStrategy(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Set this process's ranks in the cluster environment and in the rank-zero utilities."""
-        try:
-            if isinstance(self.cluster_environment, DetectedEnvironment):
-                self.cluster_environment.request = self._request()
-            if self.cluster_environment is not None:
-                self.cluster_environment.set_global_rank(
-                    self.node_rank * self.num_processes + self.local_rank
-                )
-                self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-            # From the environment, because some environments ignore the setter.
-            for function in (rank_zero_only, fabric_rank_zero_only):
-                function.rank = self.global_rank  # type: ignore[attr-defined]  # not declared
-        except ValueError as error:
-            raise LaunchError(
-                f"A variable of the launcher is no whole number ({error})."
-                f" {list_variables(os.environ)}"
-            ) from error
+        if isinstance(self.cluster_environment, DetectedEnvironment):
+            self.cluster_environment.request = self._request()
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(
+                self.node_rank * self.num_processes + self.local_rank
+            )
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        # From the environment, because some environments ignore the setter.
+        for function in (rank_zero_only, fabric_rank_zero_only):
+            function.rank = self.global_rank  # type: ignore[attr-defined]  # not declared
 
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         is_launched = self.cluster_environment.creates_processes_externally
+        is_lightnings = type(self.cluster_environment) is LightningEnvironment
+        if is_lightnings and self.num_nodes > 1 and "MASTER_PORT" not in os.environ:
+            raise LaunchError(
+                f"Trainer(num_nodes={self.num_nodes}) starts processes on each node, but"
+                " MASTER_PORT is not set.\nSet it to a free port of rank 0's host, and MASTER_ADDR"
+                " to that host, alike on all nodes (and NODE_RANK to each one's number), or start"
+                " with torchrun."
+            )
         if self._start_method != "popen" and is_launched:
             raise LaunchError(
                 f"Zero3Strategy(start_method={self._start_method!r}) starts processes, but"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import multiprocessing.util
 import os
 import socket
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,9 +19,12 @@ from torch.distributed.distributed_c10d import _abort_process_group
 
 from .detect import detect
 from .host import visible_devices
-from .preflight import Card, describe_process, explained, roll_call, uses_agent_store
+from .preflight import Card, describe_process, roll_call, uses_agent_store
 from .world import LOOPBACK, LaunchError, World
 
+_log = logging.getLogger(__name__)
+
+_EXPLAIN_AFTER_S = 20.0
 _RESOLVE_S = 10.0  # names of new pods and hosts can take seconds to appear
 _REFUSE_S = 30.0  # to find rank 0, which may start later
 _FAREWELL_S = 5.0  # that rank 0 waits for the others to leave before it ends
@@ -72,10 +77,17 @@ def refuse(error: LaunchError, start_timeout: timedelta) -> None:
 def meet(world: World, card: Card, timeout: timedelta) -> tuple[str, dict[int, Card], dist.Store]:
     """Hold a roll call where the record says; return as :func:`.roll_call` does."""
     deadline = time.monotonic() + timeout.total_seconds()
+    told = f"Rank {world.rank} still waits for the other ranks at {world.meeting_point}."
+    timer = threading.Timer(_EXPLAIN_AFTER_S, _log.warning, [told])
+    timer.daemon = True
+    timer.start()
     # hazard: a store outlives its groups, and a new group would read the addresses of an old one;
     # so each start has a prefix of its own
-    store = dist.PrefixStore(f"zero3 {next(_starts)}", open_store(world, timeout))
-    return roll_call(store, world, card, deadline)
+    try:
+        store = dist.PrefixStore(f"zero3 {next(_starts)}", open_store(world, timeout))
+        return roll_call(store, world, card, deadline)
+    finally:
+        timer.cancel()
 
 
 def start_process_group(
@@ -169,17 +181,12 @@ def _say_farewell(group: _Group) -> None:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens at ``port``, by default a free one, as rank 0 at ``address``.
+    """Return a socket that listens at ``port``, by default a free one, of this host's loopback.
 
-    Other hosts cannot reach it at a loopback address. At another one it listens on all interfaces.
+    Other hosts cannot reach it.
     """
-    if address in LOOPBACK:
-        family = socket.AF_INET6 if address == "::1" else socket.AF_INET
-        place = ("::1" if address == "::1" else LOOPBACK[0], port)
-        return socket.create_server(place, family=family, backlog=2048)
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    return socket.create_server(("", port), family=family, backlog=2048, dualstack_ipv6=dual)
+    family = socket.AF_INET6 if address == "::1" else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=2048)
 
 
 def serve_at(listener: socket.socket) -> int:
@@ -207,25 +214,22 @@ def open_store(world: World, timeout: timedelta) -> dist.Store:
     if place not in _stores:
         _require_resolvable(world)
         try:
-            with explained(
-                f"Rank {world.rank} has not reached rank 0 at {world.meeting_point} yet"
-            ):
-                is_server = world.rank == 0 and not uses_agent_store()
-                if is_server and listener is None:
-                    # torch listens on all interfaces. If the port is taken, it says so.
-                    with suppress(OSError):
-                        listener = listen(*place)
-                # The store does not wait for the other ranks: it could only count them, while the
-                # roll call names those that are missing.
-                store: dist.Store = dist.TCPStore(
-                    *place,
-                    is_master=is_server,
-                    timeout=timeout,
-                    wait_for_workers=False,
-                    multi_tenant=True,
-                    master_listen_fd=listener.detach() if listener is not None else None,
-                )
-                store.set_timeout(timeout)
+            is_server = world.rank == 0 and not uses_agent_store()
+            if is_server and listener is None and world.main_address in LOOPBACK:
+                # torch would listen on all interfaces. If the port is taken, it says so.
+                with suppress(OSError):
+                    listener = listen(*place)
+            # The store does not wait for the other ranks: it could only count them, while the roll
+            # call names those that are missing.
+            store: dist.Store = dist.TCPStore(
+                *place,
+                is_master=is_server,
+                timeout=timeout,
+                wait_for_workers=False,
+                multi_tenant=True,
+                master_listen_fd=listener.detach() if listener is not None else None,
+            )
+            store.set_timeout(timeout)
         except RuntimeError as error:  # torch's network errors
             raise LaunchError(_explain_network_error(world, str(error), timeout)) from error
         _stores[place] = store

@@ -84,12 +84,6 @@ class World:
                     f" {getattr(self, large)} ({self.because(large)}), which are numbered from 0."
                     " Correct the variable, or unset it where another launcher has left it."
                 )
-        if self.local_world_size > self.world_size:
-            raise LaunchError(
-                f"This node has {self.local_world_size} processes"
-                f" ({self.because('local_world_size')}), but there are {self.world_size} in all"
-                f" ({self.because('world_size')}). Correct the one that is wrong, or unset it."
-            )
         if not 0 <= self.main_port < 2**16:
             raise LaunchError(
                 f"{self.because('main_port')} is not a port. Set MASTER_PORT to a number from 1024"

@@ -65,7 +65,7 @@ class Place:
 
     Attributes:
         activity: what the rank does.
-        step: number of optimizer steps that the rank has done; -1 in a run without training.
+        step: number of optimizer steps that the rank has done; -1 before training.
         unit: index of the unit that the engine was last asked for; -1 before the first.
         exchanges: number of the engine's exchanges that the rank has begun; all ranks begin the
             same ones.
@@ -88,7 +88,7 @@ class Place:
 
     @property
     def moment(self) -> str:
-        """The step in words, or the activity in a run without training."""
+        """The step in words, or the activity before training."""
         return f"step {self.step}" if self.step >= 0 else self.activity.words
 
 
@@ -106,7 +106,7 @@ class Position:
             os.ftruncate(self.descriptor, _BYTES)
         self._memory = mmap.mmap(self.descriptor, _BYTES)
         self.cells = memoryview(self._memory).cast("q")
-        self.cells[_UNIT] = -1
+        self.cells[_STEP] = self.cells[_UNIT] = -1
         # The cells that the engine writes: unit and exchanges.
         self.progress = self.cells[_UNIT : _EXCHANGES + 1]
 
@@ -124,10 +124,6 @@ class Position:
     @activity.setter
     def activity(self, activity: Activity) -> None:
         self.cells[_ACTIVITY] = activity
-
-    def begin_run_without_training(self) -> None:
-        """Write that this run has no steps."""
-        self.cells[_STEP] = -1
 
     def begin_step(self, step: int) -> None:
         """Write that this rank has done ``step`` optimizer steps and is between two."""

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.pytorch.loops import _FitLoop
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import distributed_c10d
 from typing_extensions import override
@@ -44,12 +43,15 @@ def _write_activity(method: Callable[..., Any], activity: Activity) -> Callable[
     def call(self: WatchedStrategy, *args: Any, **kwargs: Any) -> Any:
         if self.watch is None:
             return method(self, *args, **kwargs)
+        position = self.watch.position
         if activity is Activity.BETWEEN:
             assert self.lightning_module is not None
-            self.watch.position.begin_step(self.lightning_module.trainer.global_step)
+            position.begin_step(self.lightning_module.trainer.global_step)
             return method(self, *args, **kwargs)
-        with self.watch.doing(activity):
-            return method(self, *args, **kwargs)
+        before, position.activity = position.activity, activity
+        result = method(self, *args, **kwargs)
+        position.activity = before  # not after an error: the position says where it happened
+        return result
 
     call.writes_activity = True  # type: ignore[attr-defined]
     return call
@@ -65,7 +67,6 @@ class WatchedStrategy(ProcessStrategy):
     watch: Watch | None = None
     engine: Zero3Engine | None
     _watch_options: WatchOptions | None = None
-    _before_evaluation = Activity.SETUP
     _has_ended = False  # whether training has ended on all ranks
 
     def __init_subclass__(cls) -> None:
@@ -102,8 +103,6 @@ class WatchedStrategy(ProcessStrategy):
         # A late process of another run writes elsewhere.
         store = dist.PrefixStore(f"lightning_zero3/watch/{cards[0].run}", default_store.clone())
         self.watch = Watch(self._watch_options, store, rank, cards, position)
-        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
-            self.watch.position.begin_run_without_training()
         connector = self.lightning_module.trainer._checkpoint_connector
         connector.dump_checkpoint = partial(self._dump_checkpoint, connector)  # type: ignore[method-assign]
 
@@ -119,16 +118,10 @@ class WatchedStrategy(ProcessStrategy):
             self._communicator.exchange_log.progress = self.watch.position.progress
             self.watch.unit_name, self.watch.communicator = self._unit_name, self._communicator
 
-    def begin_evaluation(self, activity: Activity) -> None:
-        """Write that an evaluation runs, until :meth:`end_evaluation`."""
+    def write_activity(self, activity: Activity = Activity.BETWEEN) -> None:
+        """Write what this rank does from now on, between calls that write what they do."""
         if self.watch is not None:
-            self._before_evaluation = self.watch.position.activity
             self.watch.position.activity = activity
-
-    def end_evaluation(self) -> None:
-        """Write what this rank did before the evaluation."""
-        if self.watch is not None:
-            self.watch.position.activity = self._before_evaluation
 
     def _unit_name(self, index: int) -> str:
         units = self.engine.units if self.engine is not None else []
@@ -180,9 +173,7 @@ class WatchedStrategy(ProcessStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if self.watch is not None and not isinstance(exception, SIGTERMException):
-            assert self.lightning_module is not None
-            should_stop = self.lightning_module.trainer.should_stop
-            self.watch.report_error(exception, should_stop)
+            self.watch.report_error(exception)
 
 
 def _end_run(loop: _FitLoop) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import FrameType
 
 import lightning
 import torch
@@ -133,8 +133,7 @@ class Watch:
         self._finished: dict[int, Place] = {}  # ranks whose run has ended well -> last place
         self._standstill, self._straggler = Standstill(options.slow), Straggler(options.slow)
         self._verdict: Verdict | None = None  # why the run ends
-        self._deadline = float("inf")  # when this process is ended, unless it has raised
-        self._raised_at: float | None = None
+        self._deadline = float("inf")  # when this process is ended
         self._verdict_event = threading.Event()
         self._needs_verdict = False  # the training thread waits for it
         self._is_stopping, self._last_check = False, time.monotonic()
@@ -144,38 +143,18 @@ class Watch:
 
     # ------------------------------------------------------------------------------ training thread
 
-    def doing(self, activity: Activity) -> _ActivityContext:
-        """Write ``activity`` to the position inside the returned context.
-
-        The position keeps ``activity`` where the context ends by an error.
-        """
-        return _ActivityContext(self.position, activity)
-
-    def report_error(self, error: BaseException, should_stop: bool) -> None:
+    def report_error(self, error: BaseException) -> None:
         """Tell the other ranks that this rank's run ends with ``error``.
 
         If another rank caused ``error``, its message is changed to name that rank instead.
-
-        Args:
-            error: the error.
-            should_stop: the Trainer's, which must be alike on all ranks.
         """
         # hazard: what follows, and the clean-up of this rank (loggers that upload, waits for the
         # others), may take longer than the grace, which is there to raise.
-        self._raised_at = time.monotonic()
+        self._deadline = time.monotonic() + self._options.lost
         if isinstance(error, DivergenceError):
-            stops = self._ask_all("should_stop", str(should_stop))
-            difference = str(error)
-            if {"True", "False"} <= set(stops):
-                those = ", ".join(str(rank) for rank, stop in enumerate(stops) if stop == "True")
-                difference = (
-                    f"`trainer.should_stop` is set on rank {those}, not on the others: what ran"
-                    " after that differs.\nDecide alike on all ranks: `trainer.should_stop ="
-                    " trainer.strategy.reduce_boolean_decision(stop, all=False)`."
-                )
             lines = [user_line(frame, at) for frame, at in traceback.walk_tb(error.__traceback__)]
             here = [f"\nRank {self._rank} is at {line}." for line in lines if line][-1:]
-            error.args = ("".join([f"In {self.position.place().moment}: {difference}", *here]),)
+            error.args = ("".join([f"In {self.position.place().moment}: {error}", *here]),)
         elif _is_connection_error(error) and (cause := self._wait_for_cause()):
             error.args = (cause,)
             return
@@ -192,29 +171,22 @@ class Watch:
         the same answer; False if the store is gone.
         """
         self._roll_calls += 1
-        place, call = self.position.place(), f"roll call {self._roll_calls}"
+        place, store = self.position.place(), self._roll_call_store
+        call = f"roll call {self._roll_calls}"
         mine = f"{type(error).__name__} {place.step} {place.exchanges}"
-        answers = self._ask_all(call, mine)
-        is_alike = "alike" if set(answers) == {mine} else "apart"
+        keys = [f"{call}, rank {rank}" for rank in range(len(self._cards))]
         try:
-            # hazard: ranks may find different answers, as a late one may come in between; the first
-            # that is stored is the answer of all.
-            return self._roll_call_store.compare_set(call, "", is_alike) == b"alike"
-        except RuntimeError:  # the store is gone, with the rank that held it
-            return False
-
-    def _ask_all(self, question: str, answer: str) -> list[str]:
-        """Return the answers of all ranks that ask within two seconds; of others ""."""
-        keys = [f"{question}, rank {rank}" for rank in range(len(self._cards))]
-        store = self._roll_call_store
-        try:
-            store.set(keys[self._rank], answer)
+            store.set(keys[self._rank], mine)
             # hazard: ranks that did not fail never come, so the wait has a limit.
             with suppress(dist.DistStoreError):
                 store.wait(keys, timedelta(seconds=2 * BEAT_S))
-            return [store.get(key).decode() if store.check([key]) else "" for key in keys]
+            answers = [store.get(key).decode() for key in keys if store.check([key])]
+            is_alike = "alike" if answers == [mine] * len(keys) else "apart"
+            # hazard: ranks may find different answers, as a late one may come in between; the first
+            # that is stored is the answer of all.
+            return store.compare_set(call, "", is_alike) == b"alike"
         except RuntimeError:  # the store is gone, with the rank that held it
-            return []
+            return False
 
     def _wait_for_cause(self) -> str:
         """Wait some seconds for a verdict and return it as a message.
@@ -245,28 +217,24 @@ class Watch:
     # ----------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        try:
-            self._watch()
-        except Exception as error:
-            # The other ranks would not hear that this one looks after nobody any more.
-            traceback.print_exc()
-            self._give_verdict(
-                self._rank,
-                f"Rank {self._rank} has stopped watching: its watch (not its model) raised"
-                f" {first_line(error)!r}; its own output says where.",
-            )
-            while not self._is_stopping:
-                self._end_process_if_late()
-                time.sleep(BEAT_S / _SAMPLES)
-
-    def _watch(self) -> None:
         while not self._is_stopping:
-            self._reports.send(self._make_beat())
-            self._find_ended_processes()
-            if self._verdict is None:
-                self._check_reports()
+            try:
+                self._sample_training_thread()
+                self._reports.send(self._make_beat())
+                self._find_ended_processes()
+                if self._verdict is None:
+                    self._check_reports()
+            except Exception as error:
+                # The other ranks would not hear that this one looks after nobody any more.
+                if self._verdict is None:
+                    traceback.print_exc()
+                self._give_verdict(
+                    self._rank,
+                    f"Rank {self._rank} has stopped watching: its watch (not its model) raised"
+                    f" {first_line(error)!r}; its own output says where.",
+                )
+                time.sleep(BEAT_S / _SAMPLES)
             self._end_process_if_late()
-            self._sample_training_thread()
         self._reports.send(self._make_beat())
 
     def _check_reports(self) -> None:
@@ -402,8 +370,7 @@ class Watch:
                 f"The ranks wait for each other for ever: {inside}, {outside}.{LOOK_FOR}",
                 stuck=True,
             )
-            return
-        if warning := found or self._straggler.find(beats, self.unit_name):
+        elif warning := found or self._straggler.find(beats, self.unit_name):
             self._warn(warning)
 
     # ------------------------------------------------------------------------------------- verdicts
@@ -422,16 +389,14 @@ class Watch:
         text = "\n".join(map(printable, verdict.text.split("\n", 1)))
         self._verdict = verdict = verdict._replace(text=text)
         self.position.leave_message(text)
-        self._deadline = time.monotonic() + (0 if verdict.stuck else self._options.grace)
+        if self._deadline == float("inf"):
+            self._deadline = time.monotonic() + (0 if verdict.stuck else self._options.grace)
         self._verdict_event.set()
         if verdict.rank != self._rank or verdict.stuck:
             print_error(self._describe_verdict(verdict))
 
     def _end_process_if_late(self) -> None:
-        deadline = self._deadline
-        if self._raised_at is not None:
-            deadline = self._raised_at + self._options.lost
-        if time.monotonic() < deadline or self._is_stopping:
+        if time.monotonic() < self._deadline or self._is_stopping:
             return
         print_error(f"Rank {self._rank} did not end by itself; its process is ended here:")
         faulthandler.dump_traceback(2)
@@ -451,25 +416,6 @@ class Watch:
 
     def _describe_place(self, place: Place) -> str:
         return place.describe(self.unit_name)
-
-
-class _ActivityContext:
-    """Writes an activity to a position, and the one before at exit.
-
-    Two methods cost less than a generator; the context is entered several times per step.
-    """
-
-    def __init__(self, position: Position, activity: Activity) -> None:
-        self._position, self._activity = position, activity
-
-    def __enter__(self) -> None:
-        self._before, self._position.activity = self._position.activity, self._activity
-
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self._position.activity = self._before
 
 
 def _is_connection_error(error: BaseException) -> bool:

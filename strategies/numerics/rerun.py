@@ -31,11 +31,11 @@ class SecondRun:
         self._trainer, self._engine, self._step = trainer, engine, step
 
     def begin(self) -> None:
-        """Mark the random states with which a micro-batch begins.
+        """Keep the random states with which a micro-batch begins.
 
         Lightning keeps the batch in `_ResultCollection.batch` until the micro-batch has ended.
         """
-        self._restore_start = random_states.mark(device=True)
+        self._start = random_states.capture()
 
     def __call__(self) -> Tensor:
         """Run the micro-batch and its backward again, and restore the random states; collective.
@@ -52,8 +52,8 @@ class SecondRun:
         module, plugin = trainer.lightning_module, trainer.precision_plugin
         loop = trainer.fit_loop.epoch_loop
         arguments = loop._build_kwargs(OrderedDict(), loop._results.batch, loop.batch_idx)
-        restore_now = random_states.mark(device=True)
-        self._restore_start()
+        now = random_states.capture()
+        random_states.restore(self._start)
         try:
             with _without_logging(module):
                 with self._engine.step():
@@ -68,7 +68,7 @@ class SecondRun:
                     type(plugin).backward(plugin, loss, module, trainer.optimizers[0])
             return loss.detach()
         finally:
-            restore_now()
+            random_states.restore(now)
 
 
 @contextmanager

@@ -1,14 +1,14 @@
 """States of the random generators: capture, restore, derive.
 
 Four generators count: python's ``random``, numpy's global one, torch's CPU generator and the
-current CUDA device's. A state is a dict of tensors and numbers only, so that ``torch.load`` reads
-it with ``weights_only=True``.
+current CUDA device's. A state consists of tensors and numbers only, so that ``torch.load`` reads it
+with ``weights_only=True``.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,68 +57,42 @@ def seed_rank(seed: int, rank: int) -> None:
 
 
 def capture() -> State:
-    """Return the states of all generators of this process."""
-    version, keys, gauss = random.getstate()
-    _, np_keys, pos, has_gauss, cached = np.random.get_state()
-    state: State = {
-        "python": {
-            "version": version,
-            "keys": torch.tensor(keys, dtype=torch.int64, device="cpu"),  # [625]
-            "gauss": gauss,
-        },
-        "numpy": {
-            # As an int64 tensor, because torch.load refuses numpy arrays by default.
-            "keys": torch.from_numpy(np.asarray(np_keys).astype(np.int64)),  # [624]
-            "pos": int(pos),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
-        },
+    """Return the states of all generators of this process; takes microseconds."""
+    cuda = {"cuda": torch.cuda.get_rng_state()} if _cuda_in_use() else {}
+    return {**capture_cpu(), **cuda}
+
+
+def capture_cpu() -> State:
+    """Return the states of python's, numpy's and torch's CPU generator."""
+    _, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        # The keys as an int64 tensor, because torch.load refuses numpy arrays by default.
+        "numpy": [torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
         "torch": torch.get_rng_state(),
     }
-    if _cuda_in_use():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
 
 
 def restore(state: State) -> None:
     """Set every generator of ``state`` to the state that it had."""
-    python, numpy = state["python"], state["numpy"]
-    random.setstate((python["version"], tuple(python["keys"].tolist()), python["gauss"]))
-    keys = numpy["keys"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, numpy["pos"], numpy["has_gauss"], numpy["cached"]))
+    random.setstate(state["python"])
+    keys, *rest = state["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def mark(device: bool = False) -> Callable[[], None]:
-    """Return a function that sets the generators back to their present states.
-
-    With ``device`` also the current CUDA device's. Takes microseconds.
-    """
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state() if device and _cuda_in_use() else None
-
-    def put_back() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
-
-    return put_back
-
-
 @contextmanager
 def scoped(seed: int | None = None) -> Iterator[None]:
     """Run a block, seeded or not, that leaves python's, numpy's and torch's CPU state untouched."""
-    put_back = mark()
+    before = capture_cpu()
     try:
         if seed is not None:
             seed_cpu(seed)
         yield
     finally:
-        put_back()
+        restore(before)
 
 
 def gather_states() -> list[State]:

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, RandomSampler
 
 from data.datasets import Indices
@@ -19,9 +20,8 @@ pytestmark = pytest.mark.timeout(100)
 
 def differing(a, b):
     """Names of the generators whose states differ."""
-    return [
-        name for name in sorted(a.keys() | b.keys()) if plain(a.get(name)) != plain(b.get(name))
-    ]
+    mine, theirs = (tree_map(plain, state) for state in (a, b))
+    return [name for name in sorted(a.keys() | b.keys()) if mine.get(name) != theirs.get(name)]
 
 
 def draw():

@@ -51,7 +51,7 @@ FAULTS = {
 AT_ONCE = {
     Fault("fail", "set-up", 1, 2): (
         "Rank 1 raised 'ValueError: sample 17 is broken'",
-        "in set-up, step 0",
+        "in set-up",
         1,
     ),
     Fault("run out", "forward", 0, 2): (

@@ -353,22 +353,6 @@ def test_a_rank_without_a_world_size_stops_the_trainer(environ):
         make_trainer(2)
 
 
-@pytest.mark.parametrize(
-    ("variables", "name"),
-    [
-        ({**ELASTIC, "GROUP_RANK": "x"}, "GROUP_RANK"),
-        ({**SRUN, "SLURM_LOCALID": ""}, "SLURM_LOCALID"),
-    ],
-)
-def test_a_place_that_is_no_number_stops_the_trainer_and_is_named(environ, variables, name):
-    environ(variables)
-    with pytest.raises(
-        LaunchError,
-        match=rf"is no whole number \(invalid literal .*Variables set: .*{name}={variables[name]}",
-    ):
-        make_trainer(2)
-
-
 def test_what_an_earlier_trainer_left_is_named(environ):
     environ({"LOCAL_RANK": "1", "NODE_RANK": "0", **MEET})
     strategy = make_trainer(1).strategy
@@ -381,6 +365,5 @@ def test_what_an_earlier_trainer_left_is_named(environ):
 @pytest.mark.parametrize("strategy", ["zero3", "zero3_spawn"])
 def test_several_nodes_cannot_each_choose_a_port(environ, strategy):
     environ({"MASTER_ADDR": "node1"})
-    launcher = make_trainer(2, strategy, num_nodes=2).strategy.launcher
     with pytest.raises(LaunchError, match=r"Trainer\(num_nodes=2\) .* but MASTER_PORT is not set"):
-        launcher.launch(lambda: None)
+        make_trainer(2, strategy, num_nodes=2)

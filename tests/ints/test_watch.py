@@ -215,7 +215,7 @@ def test_a_rank_that_has_raised_has_longer_than_the_grace_to_end(error, monkeypa
     monkeypatch.setattr(os, "_exit", lambda code: ended.set())
     with watching(dist.HashStore(), lost=5.0, grace=0.5) as watch:
         watch._give_verdict(1, "Rank 1 died without a word.")
-        watch.report_error(error, should_stop=False)
+        watch.report_error(error)
         assert not ended.wait(3)  # a logger uploads
         assert ended.wait(10)  # but not for ever
 

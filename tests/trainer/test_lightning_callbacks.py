@@ -2,7 +2,6 @@
 read by other strategies.
 """
 
-import pickle
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -152,6 +151,8 @@ def fit_tickets(rank, world_size, strategy, **options):
 def resample_tickets(rank, world_size, strategy):
     def fill(layer):
         torch.nn.init.constant_(layer.weight, 7.0 + rank)
+        if layer.bias is not None:  # else whatever was in the memory
+            torch.nn.init.zeros_(layer.bias)
 
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(torch.nn.Linear, "reset_parameters", fill)
@@ -257,18 +258,6 @@ def test_masks_are_of_the_weights_in_full_precision(precision):
     assert 0.3 < expected.mean() < 0.4
     for mask in run_ranks(prune_repeatedly, 2, "zero3", precision):
         assert torch.equal(mask, expected)
-
-
-class OwnAverage(StochasticWeightAveraging):
-    """A user's own."""
-
-
-def test_adapted_callbacks_are_pickled_as_the_classes_that_the_user_wrote():
-    callbacks = [ModelCheckpoint(save_top_k=-1), OwnAverage(swa_lrs=0.1)]
-    adapt(callbacks)
-    restored = pickle.loads(pickle.dumps(callbacks))
-    assert [type(callback) for callback in restored] == [ModelCheckpoint, OwnAverage]
-    assert restored[0].save_top_k == -1 and vars(restored[1]).keys() == vars(callbacks[1]).keys()
 
 
 CALLED = []

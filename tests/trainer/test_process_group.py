@@ -262,7 +262,6 @@ import os, sys
 sys.ps1 = ">>> "  # what an interactive interpreter has
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from helpers.ranks import meet_only_where_nobody_else_can
 from tests.trainer.test_process_group import Model, fail, fail_on_rank_1, terminate_rank_1, trainer
 import lightning_zero3
 
@@ -270,7 +269,6 @@ try:
     trainer("zero3", 2)
 except lightning_zero3.strategies.launch.world.LaunchError as error:
     print(error)
-meet_only_where_nobody_else_can()
 for strategy, devices in (("zero3", 1), ("zero3_notebook", 2)):
     module = Model()
     before = module.net.weight.detach().clone()

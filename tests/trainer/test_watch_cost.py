@@ -63,7 +63,7 @@ def test_a_step_asks_no_store_and_exchanges_nothing_for_the_watch():
     for called, asked in run_ranks(fit, 2):
         # What talks to the store is heard.
         assert {name for file, name in asked if file == "C"} >= {"set", "wait", "compare_set"}
-        for heard in ((position.__file__, "begin_step"), (watchdog.__file__, "doing")):
+        for heard in ((position.__file__, "begin_step"), (position.__file__, "activity")):
             assert called[heard] >= len(STEPS) and called[heard] % len(STEPS) == 0, called
         outside = {(file, name) for file, name in called if file == "C" or "/torch/" in file}
         assert not outside
