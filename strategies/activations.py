@@ -33,9 +33,9 @@ from .engine.hooks import ModuleHook
 from .engine.isolation import isolated
 from .engine.layout import REGION_BYTES, round_up
 from .engine.offload import HostMemory
-from .engine.sharded import NO_GRAPH_TASK, graph_task
 from .engine.streams import Stream
 from .support import parse_size
+from .support.torch_internals import NO_GRAPH_TASK, DisableTorchFunction, graph_task
 
 ActivationsKind = Literal["host"]
 SMALLEST = 1 << 16  # bytes of a storage that is worth a copy
@@ -144,7 +144,7 @@ class Activations:
     def _pack(self, tensor: Tensor) -> Any:
         packed: Any = self._others.pack(tensor)
         if type(packed) is tuple:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 try:
                     return self._take(*packed) or packed
                 except RuntimeError:  # a nested tensor, or another without one plain storage

@@ -194,6 +194,13 @@ def test_the_engine_is_seven_floors_deep():
     assert {name: n for name, n in floors.items() if n > 7} == {}
 
 
+def test_one_file_reaches_into_torch():
+    modules = {m: (ROOT / f"{m}.py").read_text(encoding="utf-8") for m in source_modules(ROOT)}
+    assert {m for m, text in modules.items() if "torch._C" in text} == {
+        "strategies/support/torch_internals"
+    }
+
+
 # ---- sizes ---------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ...strategies.support import set_allocator_settings
 from .grammar import OPTIONS, Value, parse, roundup_table
 
 MB = 2**20
@@ -77,7 +78,7 @@ class CUDAAllocator:
 
     def apply(self, text: str) -> None:
         """See :meth:`Allocator.apply`."""
-        torch._C._accelerator_setAllocatorSettings(text)
+        set_allocator_settings(text)
 
 
 @dataclass(frozen=True)

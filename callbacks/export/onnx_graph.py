@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...strategies.checkpoints import WEIGHTS_CONFIG, begin, commit
+from ...strategies.support import ArchiveReader
 
 if TYPE_CHECKING:  # its import takes a second
     from torch.export import ExportedProgram
@@ -41,7 +42,7 @@ def write_graph(file: Path) -> None:
     import onnx
 
     archive = archive_of(file)
-    reader: Any = torch._C.PyTorchFileReader(str(archive))
+    reader = ArchiveReader(str(archive))
     config = json.loads(reader.get_record(WEIGHTS_CONFIG))["config"]
     folder = PurePosixPath(WEIGHTS_CONFIG).parent
     model = onnx.load_model_from_string(reader.get_record(GRAPH))

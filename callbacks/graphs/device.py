@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...strategies.support import without_collection
+from ...strategies.support import clear_cublas_workspaces, without_collection
 from .software_graph import OURS, ReportsWaits, SoftwareGraph, describe_wait
 
 _WAIT = "called a synchronizing CUDA operation"
@@ -48,7 +48,7 @@ class CudaGraph:
         gc.collect()
         # Makes cuBLAS allocate its workspace in the pool, where `torch.cuda.empty_cache` cannot
         # free it.
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
         # hazard: with the default mode, "global", calls of CUDA in other threads (loaders' pinning
         # threads, NCCL's watchdog) would end the capture with an error.
         capture = torch.cuda.graph(
@@ -64,7 +64,7 @@ class CudaGraph:
             self.reset()
             raise
         finally:
-            torch._C._cuda_clearCublasWorkspaces()
+            clear_cublas_workspaces()
 
     def replay(self) -> None:
         """Do the recorded work."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from ...strategies.engine import ShardedParameter
+from ...strategies.support import DisableTorchFunctionSubclass
 from .compare import is_constant
 
 _LONGEST = 64  # items of a list or dict that are looked at; a longer one is data, not a setting
@@ -40,7 +41,7 @@ def state_of(value: Any, device: torch.device, depth: int = 2) -> Any:
     if is_constant(value):
         return repr(value)
     if isinstance(value, Tensor):
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             has_address = value.layout is torch.strided and not isinstance(value, ShardedParameter)
             address = has_address and value.data_ptr()
             return id(value), value, address, value.requires_grad, value_of(value, device)

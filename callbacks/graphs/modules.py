@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...strategies.support import NO_GRAPH_TASK, graph_task
 from .program import Program, Record, signature
 
 
@@ -40,7 +41,7 @@ class CapturedModule(Program):
 
     def decide(self, inputs: Any) -> Record | None:
         """See :meth:`Program.decide`."""
-        if torch._C._current_graph_task_id() != -1:  # a backward runs it
+        if graph_task() != NO_GRAPH_TASK:  # a backward runs it
             self.problems.append(
                 "a checkpoint runs it, and again in the backward. Put the checkpoint inside of the"
                 " module."

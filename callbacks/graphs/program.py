@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import PackedSequence
 
 from ...strategies.graph_replay import ReplayedStep, rehearsed_backward
+from ...strategies.support import DisableTorchFunctionSubclass
 from .compare import LogTape, States, first_difference, replaced, tensors_in, values_in
 from .fingerprint import Fingerprint, attributes_of, state_of, tensors_of, value_of
 
@@ -517,7 +518,7 @@ class Program(Part):
         tensors, spots, device = tensors_in(inputs), attributes_of(self.module), self.fit.device
         found: dict[str, Any] = {f"changes `self.{n}`": state_of(get(), device) for n, get in spots}
         found["writes to its inputs"] = signature(inputs, device), [t._version for t in tensors]
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             found["writes to parameters"] = [p._version for p in self.module.parameters()]
         return found
 

@@ -20,6 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from ...strategies.collectives import LocalCollectives
+from ...strategies.support import (
+    AutoDispatchBelowAutograd,
+    DisableAutocast,
+    DisableTorchFunctionSubclass,
+    without_versions,
+)
 from .compare import replaced, tensors_in
 
 _aten = torch.ops.aten
@@ -102,12 +108,11 @@ class SoftwareGraph:
         """Repeat the recorded operations."""
         # hazard: a backward may be captured after replays of its forward; autograd would then find
         # that saved tensors were written. So replays touch no version counters.
-        no_versions = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
         with (
-            torch._C._AutoDispatchBelowAutograd(),
-            torch._C._DisableAutocast(),
-            torch._C._ExcludeDispatchKeyGuard(no_versions),
-            torch._C.DisableTorchFunctionSubclass(),
+            AutoDispatchBelowAutograd(),
+            DisableAutocast(),
+            without_versions(),
+            DisableTorchFunctionSubclass(),
         ):
             for run, targets in self._calls:
                 results = run()
@@ -176,7 +181,7 @@ class _Recorder(TorchDispatchMode):
 
     def undo(self) -> None:
         """Restore what was written."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             # hazard: slots of two units may share memory; reversed, the oldest values win.
             for tensor, values in reversed(self._saved.values()):
                 # Copies storages, so that the versions of tensors stay as they are.

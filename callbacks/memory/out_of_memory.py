@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...strategies.support import attach_out_of_memory_observer
 from .charts import size_text
 from .source import Sample, Surroundings
 
@@ -200,8 +201,7 @@ def attach_observer(listener: Any) -> None:
     is_first = not _listeners
     _listeners[:] = [weakref.WeakMethod(listener)]
     if is_first:
-        # torch's stub lacks the function
-        torch._C._cuda_attach_out_of_memory_observer(_call_listeners)  # type: ignore[attr-defined]
+        attach_out_of_memory_observer(_call_listeners)
 
 
 def _call_listeners(device: int, wanted: int, limit: int, free: int) -> None:

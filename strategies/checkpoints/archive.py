@@ -17,6 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..state_dicts.collective_errors import CheckpointError, without_other_ranks
+from ..support.torch_internals import ArchiveWriter, archive_names
 from .manifest import require_file
 from .regions import Place, allocate
 from .single_file import FileSave
@@ -25,11 +26,9 @@ from .storage import begin, commit
 from .weights import open_checkpoint
 from .zip_file import read_records
 
-# as `torch.export.pt2_archive.constants`, whose import takes a second
-_names = torch._C._export.pt2_archive_constants
 _TABLE = "zero3_weights.json"
-WEIGHTS_CONFIG = _names.WEIGHTS_CONFIG_FILENAME_FORMAT.format("model")
-_CONSTANTS_CONFIG = _names.CONSTANTS_CONFIG_FILENAME_FORMAT.format("model")
+WEIGHTS_CONFIG = archive_names.WEIGHTS_CONFIG_FILENAME_FORMAT.format("model")
+_CONSTANTS_CONFIG = archive_names.CONSTANTS_CONFIG_FILENAME_FORMAT.format("model")
 
 
 class Weight(NamedTuple):
@@ -69,19 +68,22 @@ class Skeleton:
             prefix: of these names in the state dict of the whole model.
         """
         # torch gives all fake tensors of a dtype one record, without content
-        is_weight = f"{_names.WEIGHTS_DIR}{_names.WEIGHT_FILENAME_PREFIX}"
+        is_weight = f"{archive_names.WEIGHTS_DIR}{archive_names.WEIGHT_FILENAME_PREFIX}"
         records = _read(stream, lambda name: not name.startswith(is_weight))
         config = json.loads(records[WEIGHTS_CONFIG])
         constants = json.loads(records[_CONSTANTS_CONFIG])
         numbers: dict[int, int] = {}
         for key, entry in config["config"].items():
             number = numbers.setdefault(id(tensors[key]), len(numbers))
-            entry["path_name"] = f"{_names.WEIGHT_FILENAME_PREFIX}{number}"
+            entry["path_name"] = f"{archive_names.WEIGHT_FILENAME_PREFIX}{number}"
         records[WEIGHTS_CONFIG] = json.dumps(config).encode()
         # a state dict lacks some buffers, and training may change them
         pairs = [
             (key, folder + entry["path_name"])
-            for folder, content in ((_names.WEIGHTS_DIR, config), (_names.CONSTANTS_DIR, constants))
+            for folder, content in (
+                (archive_names.WEIGHTS_DIR, config),
+                (archive_names.CONSTANTS_DIR, constants),
+            )
             for key, entry in content["config"].items()
         ]
         return cls(records, _table(pairs, tensors, prefix))
@@ -217,7 +219,7 @@ class ArchiveSave(FileSave):
                 )
             holes[name] = value
         with open(stage, "x+b") as stream:
-            writer: Any = torch._C.PyTorchFileWriter(stream)
+            writer = ArchiveWriter(stream)
             writer.set_min_version(int(version))
             # one order, wherever values come from: torch makes an id of the file of them
             for name, content in {**records, **holes}.items():

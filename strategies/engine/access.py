@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import LocalCollectives, Meeting
+from ..support.torch_internals import DisableTorchFunctionSubclass, transform
 from .agreement import compare_notes
 from .backward import Backward
 from .chunk import Entry
 from .gradients import Gradients
-from .hooks import transform
 from .isolation import isolated
 from .sharded import (
     ResidencyError,
@@ -47,7 +47,7 @@ class Access:
         for entry in self.entries.values():
             entry.owner, entry.parameter.zero3_entry = self, entry
             entry.absent_value = absent_like(entry.meta, entry.dtype, entry.chunk.device)
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 set_grad(entry.parameter, None)  # of an earlier run: autograd would add to it
 
     # --------------------------------------------------------------------------------------- values

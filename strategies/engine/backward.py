@@ -15,12 +15,13 @@ from torch import Tensor
 
 from ..collectives import LocalCollectives
 from ..support import profile_range
+from ..support.torch_internals import NO_GRAPH_TASK, DisableTorchFunctionSubclass, graph_task
 from .agreement import reach_agreement
 from .buffers import Buffers
 from .chunk import Entry
 from .gradients import Gradients
 from .reduction import Reducer
-from .sharded import NO_GRAPH_TASK, ResidencyError, get_grad, graph_task, set_grad
+from .sharded import ResidencyError, get_grad, set_grad
 from .unit import BufferPool, Unit
 
 
@@ -81,7 +82,7 @@ class Backward:
         def collect(parameter: Tensor) -> None:
             if (now := get_self()) is None:
                 return  # the engine is gone, and the parameter is the user's alone
-            with torch._C.DisableTorchFunctionSubclass():  # of a sharded parameter, too
+            with DisableTorchFunctionSubclass():  # of a sharded parameter, too
                 grad = get_grad(parameter)
                 set_grad(parameter, None)
             if not trained:
@@ -269,7 +270,7 @@ class Backward:
             self._gradients.give_up(self._before)
         # what autograd put on a parameter before a user's hook raised, which ran before the
         # engine's took it away
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             for entry in (entry for unit in self._units for entry in unit.trained):
                 set_grad(entry.parameter, None)
         self.coming.clear()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import LocalCollectives
+from ..support.torch_internals import DisableTorchFunctionSubclass
 
 
 class _Place(NamedTuple):
@@ -155,7 +156,7 @@ def _kinds(found: dict[str, _Place]) -> dict[str, tuple[object, ...]]:
 
 def _look(place: _Place) -> _Seen:
     b = place.buffer
-    with torch._C.DisableTorchFunctionSubclass():  # else a view of a weight has no address
+    with DisableTorchFunctionSubclass():  # else a view of a weight has no address
         return b, -1 if b.is_inference() else b._version, b.data_ptr()
 
 

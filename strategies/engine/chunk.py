@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..support.torch_internals import InferenceMode
 from .layout import ChunkLayout, Span
 
 
@@ -136,7 +137,7 @@ class Chunk:
         """The memory of :attr:`gradients`, which hold nothing unless they :attr:`has_sums`."""
         if self.gradients is None:
             # versions are asked for, also where a rank assists in an evaluation
-            with torch._C._InferenceMode(False):
+            with InferenceMode(False):
                 self.gradients = torch.empty_like(self.values)
         return self.gradients
 

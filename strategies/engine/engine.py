@@ -16,6 +16,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..collectives import LocalCollectives
+from ..support.torch_internals import (
+    NO_GRAPH_TASK,
+    DisableTorchFunctionSubclass,
+    graph_task,
+    hooks_refused,
+    tracing_state,
+    transform,
+)
 from .access import Access
 from .agreement import compare_notes, describe_exchange
 from .backward import Backward
@@ -32,20 +40,15 @@ from .build import (
 from .chunk import Entry
 from .forward_order import ForwardOrder
 from .gradients import Gradients
-from .hooks import install, take_gradients, tracing_state, transform, watch_outputs
+from .hooks import install, take_gradients, watch_outputs
 from .isolation import isolated
 from .layout import overlap
 from .module_tree import Structure
 from .offload import Host, HostChunk, Offload, start_worker
 from .partition import UnitPolicy, find_units
 from .reduction import Reducer
-from .saved_tensors import SavedTensors, hooks_refused
-from .sharded import (
-    NO_GRAPH_TASK,
-    ResidencyError,
-    graph_task,
-    owners_of,
-)
+from .saved_tensors import SavedTensors
+from .sharded import ResidencyError, owners_of
 from .stepping import OptimizerStep
 from .streams import Stream
 from .unit import BufferPool, Unit, pool_layout
@@ -337,7 +340,7 @@ class Zero3Engine(Access):
                 unit.refresh()
         # autograd compares, where it has saved a weight
         increment_version([entry.parameter for entry in entries])
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             for entry in entries:
                 entry.seen = entry.parameter._version
 

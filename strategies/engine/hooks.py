@@ -14,9 +14,6 @@ from .chunk import Entry
 from .torch_functions import instances
 from .unit import Unit
 
-# of the torch.func transform that runs, if any; dynamo can tell it
-transform = torch._C._functorch.maybe_current_level
-tracing_state = torch._C._get_tracing_state  # of `torch.jit.trace`, if it runs
 Collector = Callable[[Tensor], None]
 _register_hook = Tensor.register_hook  # torch's own: each forward calls it
 

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
+from ..support.torch_internals import DisableFuncTorch, DisableTorchFunctionSubclass
+
 
 @contextmanager
 def isolated() -> Iterator[None]:
@@ -28,7 +30,7 @@ def isolated() -> Iterator[None]:
         if any(map(_takes_over, _get_current_dispatch_mode_stack()))
         else nullcontext(),
         torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(),
-        torch._C._DisableFuncTorch(),
+        DisableFuncTorch(),
         torch.no_grad(),
     ):
         yield
@@ -54,7 +56,7 @@ def connected(value: Tensor, original: Tensor) -> Tensor:
     with (
         torch.enable_grad(),
         temporarily_clear_interpreter_stack(),
-        torch._C.DisableTorchFunctionSubclass(),
+        DisableTorchFunctionSubclass(),
     ):
         # The backward of `to` takes no sparse gradients.
         copy = original.clone() if original.dtype == value.dtype else original.to(value.dtype)

@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..support.torch_internals import DisableTorchFunction, top_hooks
 from .chunk import Entry
 from .sharded import ResidencyError, ShardedParameter, read
 from .unit import BufferPool, Unit
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 _data_ptr, _untyped_storage = Tensor.data_ptr, Tensor.untyped_storage  # torch's own
-_top = torch._C._autograd._top_saved_tensors_default_hooks
-# None: they are not, in this thread; a transform of torch.func refuses them
-hooks_refused = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 
 
 class SavedWeight(tuple[Unit, Entry, int, torch.dtype, torch.Size, tuple[int, ...], int]):
@@ -54,7 +52,7 @@ class SavedTensors:
 
     def enter(self, unit: Unit) -> None:
         """``unit`` begins a forward."""
-        hooks, top = None, _top(True)
+        hooks, top = None, top_hooks(True)
         if top is None:
             hooks = self.hooks
         elif top[1] is not self.hooks.unpack_hook:
@@ -102,7 +100,7 @@ class SavedTensors:
         """What is saved of ``tensor``: itself, detached, with its version, if it is no weight."""
         if type(tensor) is ShardedParameter:
             return SavedParameter(tensor)
-        with torch._C.DisableTorchFunction():  # no class and no mode of a user's is asked
+        with DisableTorchFunction():  # no class and no mode of a user's is asked
             try:
                 storage = _untyped_storage(tensor)._cdata
             except RuntimeError:  # has none (functorch, sparse), or more than one

@@ -23,6 +23,12 @@ from torch._guards import TracingContext
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_map_only
 
+from ..support.torch_internals import (
+    NO_GRAPH_TASK,
+    DisableTorchFunctionSubclass,
+    graph_task,
+    refuse_writes,
+)
 from .isolation import connected, isolated
 from .torch_functions import (
     ABOUT_LAYOUT,
@@ -43,10 +49,6 @@ _OF_DATA: Any = Tensor.data
 _OF_GRAD: Any = Tensor.grad
 _data, set_data = _OF_DATA.__get__, _OF_DATA.__set__  # the parameter gets other memory
 get_grad, set_grad = _OF_GRAD.__get__, _OF_GRAD.__set__  # what autograd adds to
-
-# Identity of the backward pass that runs in this thread.
-graph_task = torch._C._current_graph_task_id
-NO_GRAPH_TASK = -1
 
 
 class ResidencyError(RuntimeError):
@@ -128,14 +130,14 @@ class _Sharded(_Copied, Tensor):
                 return _view(target, None if name in ALIASES else (func, args[1:], kwargs))
             if name in ("view_as", "expand_as") and len(args) > 1 and args[1] is target:
                 # no read: this is how the node is found that accumulates the gradient
-                with torch._C.DisableTorchFunctionSubclass():
+                with DisableTorchFunctionSubclass():
                     return func(*args)
             if name in _OWN:
                 return _OWN[name](target, *args[1:])
             if name in LIKE:
                 return func(meta_of(target), *args[1:], **{"device": target.device, **kwargs})
         if name in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
                 if name == "register_post_accumulate_grad_hook":
                     keep_engine_last(target)
@@ -162,7 +164,7 @@ def gradient_of(parameter: Any) -> Tensor | None:
     """What ``parameter.grad`` is: in a backward this rank's own, when autograd has just made it,
     else the whole one.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         local = get_grad(parameter)
     # torch.compile looks at what it compiles for
     if local is not None or TracingContext.try_get() is not None:
@@ -175,7 +177,7 @@ def set_gradient_of(parameter: Any, grad: Tensor | None = None) -> None:
     that sets it.
     """
     in_backward = graph_task() != NO_GRAPH_TASK
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         set_grad(parameter, grad if in_backward else None)  # after a run it may have one
     if not in_backward:
         parameter.zero3_entry.owner.set_gradient(parameter, grad)
@@ -238,7 +240,7 @@ def absent_like(meta: Tensor, dtype: torch.dtype, device: torch.device) -> Tenso
         one = torch.full((), nothing(dtype), dtype=dtype, device=device)
     # What writes there is an error: gloo, for one, looks at the number of elements alone, and would
     # write past the end.
-    torch._C._set_throw_on_mutable_data_ptr(one)
+    refuse_writes(one)
     return one.expand(meta.shape)
 
 
@@ -366,7 +368,7 @@ def _if_same(part: Tensor, each: Tensor, result: Tensor) -> Tensor:
 
 def _differentiate(func: Any, outputs: Any, inputs: Any = None, **kwargs: Any) -> Any:
     """``torch.autograd.grad`` or ``backward``: with respect to the parameters themselves."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         edges = inputs and tuple(
             get_gradient_edge(p) if isinstance(p, _Sharded) else p for p in inputs
         )

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import ROOM
+from ..support.torch_internals import InferenceMode
 
 
 class Stream:
@@ -42,7 +43,7 @@ class Stream:
         """[bytes] Values are rounded by way of it: in this side stream's work alone, which runs in
         order.
         """
-        with torch._C._InferenceMode(False):  # it is written to in training, too
+        with InferenceMode(False):  # it is written to in training, too
             return torch.empty(ROOM, dtype=torch.uint8, device=self._device)
 
     def run(

@@ -14,6 +14,12 @@ from torch import Tensor
 
 from ..collectives import LocalCollectives, Work, widen
 from ..support import profile_range
+from ..support.torch_internals import (
+    DisableFuncTorch,
+    DisableTorchFunctionSubclass,
+    dispatch_modes,
+    use_count,
+)
 from .chunk import Chunk, Entry
 from .isolation import isolated
 from .layout import RegionLayout
@@ -21,12 +27,7 @@ from .partition import UnitModules
 from .sharded import ResidencyError, ShardedParameter, absent_like, class_in_use, set_data
 from .streams import Stream
 
-# C functions: each unshard asks
-_modes, _inference = (
-    torch._C._len_torch_dispatch_stack,
-    torch.is_inference_mode_enabled,
-)
-_use_count = torch._C._storage_Use_Count  # tensors that share a storage
+_inference = torch.is_inference_mode_enabled  # a C function: each unshard asks
 
 
 _STORAGES: set[int] = set()  # of all buffers
@@ -34,7 +35,7 @@ _STORAGES: set[int] = set()  # of all buffers
 
 def is_in_buffer(tensor: Tensor) -> bool:
     """Whether ``tensor`` is a view of an unsharded parameter, or of all of its unit."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in _STORAGES
 
 
@@ -101,7 +102,7 @@ class Buffer:
         self.views: list[tuple[Entry, Tensor]] = []
         self._lay_out(unit, rank)
         self.typed = {part.dtype: self.memory.view(part.dtype) for part in self.parts}
-        self.usual = _use_count(self.storage)
+        self.usual = use_count(self.storage)
 
     def _lay_out(self, unit: Unit, rank: int) -> None:
         offset = 0
@@ -119,7 +120,7 @@ class Buffer:
 
     def is_held(self) -> bool:
         """Whether others than the engine have tensors in it, while the parameters have not."""
-        return _use_count(self.storage) > self.usual
+        return use_count(self.storage) > self.usual
 
 
 class Unit:
@@ -232,7 +233,7 @@ class Unit:
         if self.pool.announce:
             self.pool.announce(self, Exchange.UNSHARD)
         # No torch.func transform is to see it.
-        with isolated() if _modes() or _inference() else torch._C._DisableFuncTorch():
+        with isolated() if dispatch_modes() or _inference() else DisableFuncTorch():
             for chunk in self.hosted:
                 chunk.begin_load()
             if self._stream.on_device:
@@ -287,7 +288,7 @@ class Unit:
                 # hazard: computing with weights that are still arriving
                 self._stream.join(self._filled)
             # As in `_fill`: on the CPU it is now that shards are copied.
-            with isolated() if _modes() or _inference() else torch._C._DisableFuncTorch():
+            with isolated() if dispatch_modes() or _inference() else DisableFuncTorch():
                 if self._narrow and self._pending:
                     self._widen()
                 for pending in self._pending:

@@ -12,6 +12,7 @@ import torch
 
 from ..collectives import LocalCollectives
 from ..engine import Exchange, Unit, Zero3Engine
+from ..support.torch_internals import DisableFuncTorch
 
 
 @contextmanager
@@ -50,7 +51,7 @@ def assist(engine: Zero3Engine, steps: int) -> None:
 
 def _tell(collectives: LocalCollectives, code: int) -> int:
     """Tell the others ``code``, and return what a rank that runs tells: the largest."""
-    with torch._C._DisableFuncTorch():  # a transform that runs would not let it be written to
+    with DisableFuncTorch():  # a transform that runs would not let it be written to
         return int(collectives.agree(torch.tensor([code], dtype=torch.int64, device="cpu")))
 
 

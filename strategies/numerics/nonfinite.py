@@ -25,8 +25,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 
 from ..engine import Chunk, Zero3Engine, instances
-from ..engine.hooks import transform
 from ..engine.unit import Unit
+from ..support.torch_internals import transform
 from .rerun import SecondRun
 
 _AGAIN = "The place was found by running the micro-batch once more."

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..collectives import LocalCollectives
 from ..engine import Entry, StandIns, State, Zero3Engine
+from ..support.torch_internals import DisableTorchFunctionSubclass
 
 _REDUCTIONS = {"dot": "sum", "sum": "sum", "max": "max"}
 _ELEMENTWISE = frozenset(
@@ -76,7 +77,7 @@ class DistributedVector(Tensor):
             NotImplementedError: any other function, whose result may be wrong on a part.
         """
         name = func.__name__
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             if name in _REDUCTIONS and isinstance(result, Tensor) and not result.dim():
                 return cls.collectives.all_reduce(result.clone(), _REDUCTIONS[name])

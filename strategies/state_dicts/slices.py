@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ..engine import Chunk, Entry, Zero3Engine
+from ..support.torch_internals import DisableTorchFunctionSubclass
 from .boxes import Box, cut_into_boxes, memory_order
 
 if TYPE_CHECKING:  # importing torch.distributed.checkpoint is slow, and few calls need it
@@ -38,7 +39,7 @@ class TensorDescription(Tensor):
         if name == "__repr__":
             return f"{cls.__name__}({args[0].label!r}, shape={tuple(args[0].size())})"
         if name in _METADATA_METHODS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs or {})
         return cls.compute(func, args, kwargs or {})
 

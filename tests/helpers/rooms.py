@@ -36,7 +36,7 @@ ROOMS = [
         "strategies/support",
         "collector pauses, thread stacks, RNG states, texts",
         packages="torch numpy",
-        tokens=1_274,
+        tokens=1_366,
     ),
     Room("strategies/collectives", "every exchange between ranks", tokens=3_231),
     Room(
@@ -50,7 +50,7 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=27_663,
+        tokens=27_623,
     ),
     Room(
         "strategies/initial_values",
@@ -74,33 +74,33 @@ ROOMS = [
         "strategies/activations",
         "what layers save, in host memory",
         "strategies/support strategies/engine",
-        tokens=1_526,
+        tokens=1_524,
     ),
     Room(
         "strategies/state_dicts",
         "values and optimizer state by name",
         "strategies/support strategies/engine",
-        tokens=6_057,
+        tokens=6_009,
     ),
     Room(
         "strategies/optimizers",
         "how an optimizer may step",
-        "strategies/collectives strategies/engine",
-        tokens=5_295,
+        "strategies/support strategies/collectives strategies/engine",
+        tokens=4_935,
     ),
     Room(
         "strategies/launch",
         "how processes find each other",
         "strategies/support strategies/collectives",
         _LIGHTNING,
-        tokens=10_754,
+        tokens=10_142,
     ),
     Room(
         "strategies/data",
         "sharded loaders that resume",
         "strategies/support",
         "torch numpy tqdm lightning",
-        tokens=14_290,
+        tokens=13_238,
     ),
     Room(
         "strategies/checkpoints",
@@ -108,14 +108,14 @@ ROOMS = [
         "strategies/support strategies/collectives strategies/engine strategies/state_dicts"
         " strategies/optimizers strategies/launch strategies/data",
         f"{_LIGHTNING} safetensors",
-        tokens=18_874,
+        tokens=17_312,
     ),
     Room(
         "strategies/numerics",
         "precision, and the first nan or inf",
         "strategies/support strategies/engine",
         _LIGHTNING,
-        tokens=3_289,
+        tokens=2_838,
     ),
     Room(
         "strategies/liveness",
@@ -123,21 +123,21 @@ ROOMS = [
         "strategies/support strategies/collectives strategies/communicators strategies/engine"
         " strategies/launch",
         _LIGHTNING,
-        tokens=6_666,
+        tokens=6_320,
     ),
     Room(
         "strategies/evaluation",
         "ranks with unequal numbers of batches",
-        "strategies/collectives strategies/engine strategies/data strategies/liveness",
+        "strategies/support strategies/collectives strategies/engine strategies/data strategies/liveness",
         f"{_LIGHTNING} torchmetrics",
-        tokens=2_761,
+        tokens=2_537,
     ),
     Room(
         "strategies/adapters",
         "Lightning's callbacks on shards",
         "strategies/collectives strategies/engine",
         _LIGHTNING,
-        tokens=3_082,
+        tokens=2_946,
     ),
     Room(
         "strategies/memory_ledger",
@@ -150,7 +150,7 @@ ROOMS = [
         "what a run will need, before it starts",
         "strategies/support strategies/engine strategies/optimizers strategies/liveness",
         _LIGHTNING,
-        tokens=3_008,
+        tokens=2_979,
     ),
     Room(
         "strategies/zero3",
@@ -161,7 +161,7 @@ ROOMS = [
         " strategies/numerics strategies/liveness strategies/evaluation strategies/adapters"
         " strategies/memory_ledger strategies/plan strategies/initial_values strategies/checked_units",
         _LIGHTNING,
-        tokens=3_392,
+        tokens=3_246,
     ),
     Room(
         "strategies",
@@ -169,7 +169,7 @@ ROOMS = [
         "strategies/collectives strategies/engine strategies/state_dicts strategies/launch"
         " strategies/data strategies/checkpoints strategies/liveness strategies/zero3",
         "lightning",
-        tokens=213,
+        tokens=194,
     ),
     Room(
         "strategies/lightning_zero3",
@@ -185,13 +185,19 @@ ROOMS = [
         f"{_LIGHTNING} ray",
         tokens=458,
     ),
-    Room("callbacks/allocator", "options of the CUDA allocator", packages=_LIGHTNING, tokens=7_219),
+    Room(
+        "callbacks/allocator",
+        "options of the CUDA allocator",
+        "strategies/support",
+        packages=_LIGHTNING,
+        tokens=7_222,
+    ),
     Room(
         "callbacks/memory",
         "where memory goes, and who took it",
-        "strategies/engine callbacks/allocator",
+        "strategies/support strategies/engine callbacks/allocator",
         _LIGHTNING,
-        tokens=15_222,
+        tokens=15_225,
     ),
     Room(
         "callbacks/timing",
@@ -206,7 +212,7 @@ ROOMS = [
         "strategies/support strategies/collectives strategies/communicators strategies/engine"
         " strategies/graph_replay",
         f"{_LIGHTNING} torchmetrics lightning_utilities",
-        tokens=12_212,
+        tokens=11_369,
     ),
     Room(
         "callbacks/cuda_backend",
@@ -218,9 +224,9 @@ ROOMS = [
     Room(
         "callbacks/export",
         "models as programs, out of shards",
-        "strategies/checkpoints",
+        "strategies/support strategies/checkpoints",
         f"{_LIGHTNING} onnx onnx_ir",
-        tokens=5_010,
+        tokens=5_011,
     ),
     Room(
         "callbacks",
