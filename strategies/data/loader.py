@@ -20,7 +20,7 @@ from .no_batch import NoBatch
 from .options import DataOptions, Stage
 from .seeding import WorkerInit
 
-VERSION = 3
+VERSION = 4
 
 
 @dataclass(frozen=True)

@@ -265,7 +265,7 @@ class DataHooks:
         """
         states = random_states.gather_states()
         ranks = [*states, *self._extra_rank_states]
-        add_entries(checkpoint, rng={"version": 1, "ranks": len(states), "states": ranks})
+        add_entries(checkpoint, rng={"ranks": len(states), "states": ranks})
         combined, loop = trainer.fit_loop._combined_loader, _fit_loop_of(checkpoint)
         if _LIGHTNINGS_KEY in loop and len(sharded_loaders(combined)) == len(combined.flattened):
             add_entries(checkpoint, loaders=loop.pop(_LIGHTNINGS_KEY))
