@@ -9,7 +9,7 @@ from lightning_zero3.strategies.engine.forward_order import ForwardOrder
 
 
 def test_forward_learns_the_order_and_follows_changes():
-    order = ForwardOrder(foresees=True)
+    order = ForwardOrder()
     order.begin()
     assert [order.enter(u) for u in (0, 1, 2)] == [None, None, None]
     order.begin()
@@ -23,7 +23,7 @@ def test_forward_learns_the_order_and_follows_changes():
 
 
 def test_forward_of_a_unit_twice_in_a_row():
-    order = ForwardOrder(foresees=True)
+    order = ForwardOrder()
     order.begin()
     assert [order.enter(u) for u in (0, 0, 1)] == [None, None, None]
     assert order.enter(0) == 1
