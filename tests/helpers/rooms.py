@@ -100,7 +100,7 @@ ROOMS = [
         "sharded loaders that resume",
         "strategies/support",
         "torch numpy tqdm lightning",
-        tokens=13_238,
+        tokens=13_234,
     ),
     Room(
         "strategies/checkpoints",
