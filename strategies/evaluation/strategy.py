@@ -72,6 +72,9 @@ class EvaluationStrategy(WatchedStrategy):
         """Agree on how many batches each rank has, so that no rank waits for one that has none.
 
         This is collective.
+
+        Raises:
+            ValueError: a rank has no sample of a loader that runs beside others.
         """
         assert self.engine is not None and loop._combined_loader is not None
         self.engine.structure.check()
@@ -82,6 +85,7 @@ class EvaluationStrategy(WatchedStrategy):
             for loader, n in zip(loaders, loop.max_batches, strict=True)
         ]
         if mode != "sequential":
+            _require_samples_everywhere(loaders, mode)
             combine = {"min_size": min, "max_size": max, "max_size_cycle": max}[mode]
             counts = [combine(counts)]
         self._turns = []
@@ -183,3 +187,14 @@ class EvaluationStrategy(WatchedStrategy):
 
 def _is_empty(loader: object) -> bool:
     return isinstance(loader, ShardedLoader) and loader.is_empty
+
+
+def _require_samples_everywhere(loaders: list[Any], mode: str) -> None:
+    for loader in loaders:
+        counts = loader.batches_per_rank if isinstance(loader, ShardedLoader) else None
+        if counts is not None and 0 in counts:
+            raise ValueError(
+                f"{loader.label}: rank {counts.index(0)} has no sample of it, so"
+                f" CombinedLoader(mode={mode!r}) cannot give it a batch.\nUse fewer ranks, or"
+                " hand the loaders over as a list, which runs them one after another."
+            )

@@ -31,7 +31,7 @@ _ELEMENTWISE = frozenset(
 )
 _SHAPES = [(4, 8), (2, 4)]  # of the parameters of a trial: some optimizers refuse vectors
 _STEPS = 32  # of a trial: rules may start late
-_LAST_START = 200  # integer options up to this may be the step in which a rule starts
+_LAST_START = 200  # integer options up to this may be the last step before a rule starts
 # Factors of one gradient: a training may have such gradients, and an optimizer a rule for them.
 _FACTORS = (1e3, 1e6, float("inf"), float("nan"))
 
@@ -126,13 +126,15 @@ def _combines(factor: float, optimizer: Optimizer, options: Options, steps: int)
 def _agree(optimizer: Optimizer, options: Options, steps: int, factor: float = 1.0) -> bool:
     """Say whether training tensors together and one at a time gives the same values.
 
-    In the last step but one the gradient of the first tensor is ``factor`` times as large.
+    In an early step and in the last but one the gradient of the first tensor is ``factor`` times as
+    large.
     """
     generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     values, *grads = (
         [torch.randn(shape, generator=generator) for shape in _SHAPES] for _ in range(1 + steps)
     )
-    grads[steps - 2][0] *= factor
+    for step in (1, steps - 2):
+        grads[step][0] *= factor
     together, alone = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
     train_copy(optimizer, options, together, grads)
     if all(map(torch.equal, together, values)):

@@ -90,7 +90,20 @@ class WholeParameters(StandIns):
                 total = collectives.reduce_scatter(buffer, unit.labels[Exchange.REDUCE]).wait()
                 for entry in its.intersection(chunk.entries):
                     entry.part_of(chunk.values).copy_(entry.part_of(total))
+        self._clear_gradients([*chain(*groups)])
         self.drop()
+
+    def _clear_gradients(self, entries: Sequence[Entry]) -> None:
+        """Drop gradients that the optimizer has cleared; collective."""
+        gradients, here = self.engine.gradients, self.owned
+        cleared = [
+            gradients.has_gradient(e) and e.name in here and here[e.name].grad is None
+            for e in entries
+        ]
+        agreed = self.engine.collectives.agree(torch.tensor(cleared, device="cpu").long())
+        for entry, is_cleared in zip(entries, agreed.tolist(), strict=True):
+            if is_cleared:
+                gradients.clear(entry)
 
     def drop(self) -> None:
         """See :meth:`StandIns.drop`."""

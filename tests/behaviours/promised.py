@@ -476,6 +476,7 @@ PROMISED: dict[str, tuple[str, ...]] = {
         "NormsWhenLarge",
         "NoDecayByAttribute",
         "NormsFromAStepOn",
+        "ClearsItself",
         "StepSizesInAList",
         "GroupsDecayedByHand",
         "ScalerOfItsOwn",

@@ -251,6 +251,22 @@ class ByReplacingData(Module):
         return loss
 
 
+class ClearsItself(Module):
+    """The step of its optimizer clears the gradients, and nobody else does."""
+
+    def configure_optimizers(self):
+        class Clearing(torch.optim.SGD):
+            def step(self, closure=None):
+                loss = super().step(closure)
+                self.zero_grad()
+                return loss
+
+        return Clearing(self.parameters(), lr=0.1, momentum=0.9)
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        pass
+
+
 class GradientsOfBefore(Module):
     """Something was differentiated before the model is sharded: Lightning clears gradients when
     training starts.

@@ -182,16 +182,9 @@ def log_each_step(rank, world, folder):
     )
 
 
-class ReadsBoth(ForceField):
-    def validation_step(self, batch, batch_idx):
-        for part in batch:
-            if part is not None:
-                self.log("mean", part.mean(), batch_size=1)
-
-
 def validate_combined(rank, world, folder):
     loaders = CombinedLoader([make_loader(vectors(n), batch_size=1) for n in (4, 1)], "max_size")
-    make_trainer(folder, {}, every=0).validate(ReadsBoth(), loaders, verbose=False)
+    make_trainer(folder, {}, every=0).validate(LogsEachStep(), loaders, verbose=False)
 
 
 def test_what_cannot_be_right_is_an_error(tmp_path):
@@ -202,6 +195,6 @@ def test_what_cannot_be_right_is_an_error(tmp_path):
         run_ranks(log_each_step, 2, str(tmp_path), timeout=100)
     with pytest.raises(
         AssertionError,
-        match="There is no batch to read 'mean' from: no sample is left for this rank",
+        match=r"rank \d, validate dataloader \(list, 1 samples\): rank 1 has no sample.*max_size",
     ):
         run_ranks(validate_combined, 2, str(tmp_path), timeout=100)

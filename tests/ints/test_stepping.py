@@ -247,18 +247,20 @@ def test_a_trial_leaves_the_optimizer_alone():
 
 
 class SkipsSpikes(torch.optim.SGD):
-    """Skips a step if any gradient is large or not finite, from step ``warmup`` on."""
+    """Skips a step if any gradient is large or not finite, after step ``warmup`` up to ``last``."""
 
-    def __init__(self, params, lr, warmup=0, bound=1e4):
+    def __init__(self, params, lr, warmup=0, bound=1e4, last=1_000):
         super().__init__(params, lr=lr)
-        self.warmup, self.bound, self.number = warmup, bound, 0
+        self.warmup, self.bound, self.last, self.number = warmup, bound, last, 0
 
     @torch.no_grad()
     def step(self, closure=None):
         loss = None if closure is None else torch.enable_grad()(closure)()
         gradients = [p.grad for group in self.param_groups for p in group["params"]]
         self.number += 1
-        if self.number <= self.warmup or all(grad.abs().max() < self.bound for grad in gradients):
+        if not self.warmup < self.number <= self.last or all(
+            grad.abs().max() < self.bound for grad in gradients
+        ):
             super().step()
         return loss
 
@@ -277,7 +279,14 @@ class ClipsItself(SkipsSpikes):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"bound": float("inf")}, {"warmup": 20}, {"warmup": 150}, {"bound": 1e8, "warmup": 60}],
+    [
+        {},
+        {"bound": float("inf")},
+        {"last": 10},
+        {"warmup": 20},
+        {"warmup": 150},
+        {"bound": 1e8, "warmup": 60},
+    ],
 )
 def test_it_is_tried_with_gradients_that_are_large_or_not_finite(options):
     with pytest.raises(
