@@ -37,7 +37,10 @@ class CudaGraph:
 
     def __init__(self, pool: Any, device: torch.device, forward: CudaGraph | None = None) -> None:
         self._graph, self._pool, self._forward = torch.cuda.CUDAGraph(), pool, forward
-        self._generator = torch.cuda.default_generators[device.index or 0]
+        # hazard: to set the offset of the default generator makes cuDNN begin the random states of
+        # its recurrent layers anew, which no eager step does. This is another of the same state.
+        default = torch.cuda.default_generators[device.index or 0]
+        self._generator = default.graphsafe_get_state()
         self.reset = self._graph.reset
 
     @contextmanager
@@ -70,10 +73,7 @@ class CudaGraph:
         """Do the recorded work."""
         generator, forward = self._generator, self._forward
         self._start = generator.get_offset()
-        if forward is not None and forward._start == forward._end:
-            # hazard: to set an offset makes cuDNN begin its own random states anew. Not if no
-            # numbers were drawn.
-            forward = None
+        # Also if the forward ended where it began: it may have saved states, and set them back.
         if forward is not None:
             generator.set_offset(forward._start)
         self._graph.replay()

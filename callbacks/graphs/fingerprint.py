@@ -155,14 +155,11 @@ class Fingerprint:
 
     It knows modules, their hooks and weights, and of the attributes those that the program
     mentions: of modules, with their hyper-parameters, and of the Trainer. The program is a method
-    of ``module``, and the ``forward`` of the modules inside it; it reads ``others``, too.
+    of ``module``, and the ``forward`` of the modules inside it.
     """
 
-    def __init__(
-        self, trainer: Trainer, module: nn.Module, method: str, others: dict[str, Tensor]
-    ) -> None:
+    def __init__(self, trainer: Trainer, module: nn.Module, method: str) -> None:
         spots = [*attributes_of(module, method)]
-        spots += [(name, partial(others.get, name)) for name in others]
         spots.append(("engine of `zero3`", partial(getattr, trainer.strategy, "engine", None)))
         reads = [names_read(each, "forward") for each in module.modules()]
         for key in names_read(module, method).union(*reads) & set(dir(trainer)):

@@ -41,7 +41,6 @@ class Captured:
     Attributes:
         given: for each output, whether the backward gets a gradient of it.
         sources: the static inputs and parameters that get gradients, by name.
-        others: of these the parameters outside of the module.
         user: autograd's node of the last replay, until it has died.
     """
 
@@ -70,14 +69,10 @@ class Captured:
         self.requires_grad = [t.requires_grad for t in outputs]
         roots = [t for t, is_given in zip(outputs, self.given, strict=True) if is_given]
         self._root_grads = [torch.zeros_like(t, requires_grad=False) for t in roots]
-        # The gradients of parameters outside of the module are compared with nothing: in an eager
-        # run the inputs may depend on these, too.
-        self._own, others = program.sources(self._inputs), program.others()
-        sources = others | self._own
+        sources = program.sources(self._inputs)
         with program.around_backward(), self._capturing(1):
             self._grads = program.differentiate(roots, self._root_grads, sources, keep=False)
         self.sources = {name: sources[name] for name in self._grads}
-        self.others = {name: others[name] for name in self._grads.keys() & others}
         state.restore()
         self.output = apply_to_collection(output, Tensor, Tensor.detach)
 
@@ -129,8 +124,7 @@ class Captured:
         values = self._tape.values() | values_in(self.output, "the output")
         with self.program.around_backward():
             self.replay_backward(root_grads)
-        own = {name: grad for name, grad in self._grads.items() if name in self._own}
-        return values | self.program.results(own)
+        return values | self.program.results(self._grads)
 
     def compare(
         self, before: States, root_grads: Sequence[Tensor], expected: dict[str, Any]
@@ -371,13 +365,6 @@ class Program(Part):
         found = named(inputs) | dict(self.module.named_parameters())
         return {name: tensor for name, tensor in found.items() if tensor.requires_grad}
 
-    def others(self) -> dict[str, Tensor]:
-        """Return other parameters of the training that get gradients, by name."""
-        groups = [group for each in self.fit.trainer.optimizers for group in each.param_groups]
-        found = {p for group in groups for p in group["params"]} | {*self.fit.root.parameters()}
-        found -= {*self.module.parameters()}
-        return {f"parameter {k} of others": p for k, p in enumerate(found) if p.requires_grad}
-
     def differentiate(
         self, roots: list[Tensor], grads: list[Tensor], sources: dict[str, Tensor], keep: bool
     ) -> dict[str, Tensor]:
@@ -389,14 +376,13 @@ class Program(Part):
         if self.engine is not None:
             torch.autograd.backward(roots, grads, retain_graph=keep)
             return {}
+        for name, source in sources.items():
+            if source._backward_hooks:
+                raise RuntimeError(f"{name} has a hook, which would run twice.")
         found = torch.autograd.grad(
             roots, list(sources.values()), grads, retain_graph=keep, allow_unused=True
         )
-        results = {n: grad for n, grad in zip(sources, found, strict=True) if grad is not None}
-        for name in results:
-            if sources[name]._backward_hooks:
-                raise RuntimeError(f"{name} has a hook, which would run twice.")
-        return results
+        return {n: grad for n, grad in zip(sources, found, strict=True) if grad is not None}
 
     @contextmanager
     def around_backward(self) -> Iterator[None]:
@@ -425,8 +411,7 @@ class Program(Part):
             # The capture is this run in Python, so that what the program counts in Python is what
             # it counts in an eager run.
             record.graphs, record.looked = Captured(self, record, inputs), 0
-            others = record.graphs.others
-            self._fingerprint = Fingerprint(self.fit.trainer, self.module, self._method, others)
+            self._fingerprint = Fingerprint(self.fit.trainer, self.module, self._method)
         self.replays += 1
         self._unverified += 1
         return record.graphs.replay(inputs)
@@ -472,6 +457,7 @@ class Program(Part):
             for tensor in tensors
             if tensor.layout is not torch.strided
         ]
+        problems += self._find_foreign(tensors, outputs)
         if graphs is None:
             record.names = record.names or values.keys()
             problems += [
@@ -513,6 +499,18 @@ class Program(Part):
             f" comparison {self._unverified} runs were replayed."
         )
 
+    def _find_foreign(self, inputs: list[Tensor], outputs: list[Tensor]) -> list[str]:
+        """Return what is wrong with parameters of others that ``outputs`` depend on."""
+        groups = [group for each in self.fit.trainer.optimizers for group in each.param_groups]
+        names = {p: "a tensor of the optimizer" for group in groups for p in group["params"]}
+        names |= {parameter: name for name, parameter in self.fit.root.named_parameters()}
+        foreign = leaves_between(inputs, outputs).difference(self.module.parameters())
+        return [
+            f"It computes with {names[leaf]}, which is none of its parameters: its gradient would"
+            " be lost. Pass it to `forward`, or capture a module that has both."
+            for leaf in foreign.intersection(names)
+        ]
+
     def _look(self, inputs: Any) -> dict[str, Any]:
         """Return what a replay leaves as it is, by what changes it."""
         tensors, spots, device = tensors_in(inputs), attributes_of(self.module), self.fit.device
@@ -535,3 +533,15 @@ class Program(Part):
 
 def _alias(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if tensor.requires_grad else tensor
+
+
+def leaves_between(inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> set[Tensor]:
+    """Return the leaves of autograd's graph from ``inputs`` to ``outputs``."""
+    seen: set[Any] = {None, *(t.grad_fn for t in inputs)}
+    waiting: list[Any] = [t.grad_fn for t in outputs]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return {node.variable for node in seen if hasattr(node, "variable")}

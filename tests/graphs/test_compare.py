@@ -160,7 +160,7 @@ def fingerprint(module, device=CPU):
         current_epoch=0,
         alpha=0,
     )
-    return Fingerprint(trainer, module, "forward", {})
+    return Fingerprint(trainer, module, "forward")
 
 
 def test_what_a_program_mentions_is_followed_through_its_methods():

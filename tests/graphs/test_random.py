@@ -3,7 +3,9 @@ GPU.
 """
 
 import struct
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ class Device:
     """A generator, and graphs that draw from it: each kernel is known by its seed and offset.
 
     In a capture the generator counts from zero, and may be set to another offset, not to another
-    seed. A replay counts from where the generator is.
+    seed. A replay counts from where the generator is. Its own offset is never set, as cuDNN would
+    begin its random states anew; that of another generator of its state is.
     """
 
     def __init__(self, monkeypatch):
@@ -47,13 +50,14 @@ class Device:
             assert seed == self.seed
             self.graph.drawn = offset
 
-    def get_offset(self):
+    def graphsafe_get_state(self):
         assert self.graph is None
-        return self.offset
-
-    def set_offset(self, offset):
-        assert self.graph is None
-        self.offset = offset
+        return SimpleNamespace(
+            get_state=self.get_state,
+            set_state=self.set_state,
+            get_offset=lambda: self.offset,
+            set_offset=partial(setattr, self, "offset"),
+        )
 
     def draw(self, count):
         if self.graph is None:
@@ -136,15 +140,21 @@ def test_replays_draw_what_eager_steps_draw(monkeypatch):
         assert torch.equal(torch.cuda.get_rng_state(), end)
 
 
-@pytest.mark.parametrize("is_drawing", [True, False])
-def test_others_may_draw_between_a_forward_and_its_backward(monkeypatch, is_drawing):
+@pytest.mark.parametrize(
+    ("count", "is_forked"),
+    [(8, False), (8, True), (0, False)],
+    ids=["drawing", "ends where it began", "not drawing"],
+)
+def test_others_may_draw_between_a_forward_and_its_backward(monkeypatch, count, is_forked):
     """As the rest of a step does around a captured module."""
-    device, count = Device(monkeypatch), 8 * is_drawing
+    device = Device(monkeypatch)
     forward = CudaGraph(None, torch.device("cuda", 0))
     backward = CudaGraph(None, torch.device("cuda", 0), forward)
     with forward.capture():
         state = torch.cuda.get_rng_state()
         device.draw(count)
+        if is_forked:
+            torch.cuda.set_rng_state(state)
     with backward.capture():
         found = torch.cuda.get_rng_state()
         torch.cuda.set_rng_state(state)
@@ -156,8 +166,8 @@ def test_others_may_draw_between_a_forward_and_its_backward(monkeypatch, is_draw
         device.draw(12)
         backward.replay()
         assert forward._graph.results == [(7, start)]
-        assert not is_drawing or backward._graph.results == [(7, start)]
-        assert device.offset == start + count + 12
+        assert backward._graph.results == [(7, start)]
+        assert device.offset == start + 12 + (0 if is_forked else count)
 
 
 @pytest.mark.gpu
@@ -191,8 +201,11 @@ def compare_replays(graphs):
 
 @pytest.mark.gpu
 @needs_cuda
-def test_a_checkpoint_of_torch_in_a_graph_draws_on_a_gpu_what_it_draws_in_an_eager_step():
-    """Saves and restores the state in the capture, as torch does itself since 2.10."""
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_a_checkpoint_of_torch_in_a_graph_draws_on_a_gpu_what_it_draws_in_an_eager_step(is_forked):
+    """Saves and restores the state in the capture, as torch does itself since 2.10; the forward may
+    end where it began.
+    """
     graphs = CudaGraphs(torch.device("cuda", torch.cuda.current_device()))
     x = torch.ones(64, device="cuda", requires_grad=True)
 
@@ -200,9 +213,10 @@ def test_a_checkpoint_of_torch_in_a_graph_draws_on_a_gpu_what_it_draws_in_an_eag
         def run(y):
             return torch.nn.functional.dropout(y * y)
 
-        y = torch.nn.functional.dropout(x)
-        for _ in range(2):
-            y = torch.utils.checkpoint.checkpoint(run, y, use_reentrant=False)
+        with torch.random.fork_rng([x.get_device()]) if is_forked else nullcontext():
+            y = torch.nn.functional.dropout(x)
+            for _ in range(2):
+                y = torch.utils.checkpoint.checkpoint(run, y, use_reentrant=False)
         return y.sum()
 
     with graphs.in_stream():
@@ -224,3 +238,27 @@ def test_a_checkpoint_of_torch_in_a_graph_draws_on_a_gpu_what_it_draws_in_an_eag
             assert torch.equal(loss, expected)
             assert torch.equal(gradient, torch.autograd.grad(expected, x)[0])
             assert torch.equal(torch.cuda.get_rng_state(), end)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_replays_on_a_gpu_leave_the_random_states_of_eager_recurrent_layers():
+    """These are cuDNN's: it begins them anew when the default generator is set."""
+    graphs = CudaGraphs(torch.device("cuda", torch.cuda.current_device()))
+    layer = torch.nn.LSTM(8, 8, num_layers=2, dropout=0.5, device="cuda")
+    x = torch.ones(4, 4, 8, device="cuda")
+    with graphs.in_stream(), torch.no_grad():
+        torch.rand(8, device="cuda")
+        pair = graphs.make_pair()
+        for graph in pair:
+            with graph.capture():
+                torch.rand(8, device="cuda")
+        found = []
+        for replayed in ([], pair):
+            torch.manual_seed(5)
+            found.append(layer(x)[0])
+            for graph in replayed:
+                graph.replay()
+            found.append(layer(x)[0])
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    assert not torch.equal(found[0], found[1])
