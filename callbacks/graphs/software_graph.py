@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map_only
 
 from ...strategies.collectives import LocalCollectives
+from ...strategies.engine import is_sharded
 from ...strategies.support import (
     AutoDispatchBelowAutograd,
     DisableAutocast,
@@ -176,7 +177,8 @@ class _Recorder(TorchDispatchMode):
     def _save_values(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             key = _memory_of(tensor)
-            if key not in self._saved:
+            # A sharded parameter has no memory that could be written to.
+            if key not in self._saved and not is_sharded(tensor):
                 self._saved[key] = tensor.detach(), tensor.untyped_storage().clone()
 
     def undo(self) -> None:
