@@ -3,11 +3,12 @@
 from functools import partial
 
 import pytest
+import torch
 from torch import nn
 
 from graphs.test_ranks import compare, warned
 from helpers.ranks import run_ranks
-from helpers.recorded import Counting, Net, assert_same_run, fit
+from helpers.recorded import WIDTH, Counting, Net, assert_same_run, fit
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.callbacks import CUDAGraphStep
 from lightning_zero3.callbacks.graphs.runner import GraphCaptureError
@@ -32,6 +33,35 @@ def both_ways(rank, world_size):
 )
 def test_a_captured_run_is_the_eager_run(world_size, replays):
     assert run_ranks(both_ways, world_size, timeout=100) == [(replays, 0)] * world_size
+
+
+class Shift(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+
+    def forward(self, x):
+        return x + self.shift
+
+
+class ReadsASharded(Net):
+    """A parameter of the outermost unit, whose own forward does not run: it is read as sharded."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = Shift()
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step({**batch, "x": self.stem(batch["x"])}, batch_idx)
+
+
+def read_sharded(rank, world_size):
+    return compare(ReadsASharded, [], strategy=UNITS, devices=world_size, max_epochs=2)
+
+
+def test_weights_that_are_read_outside_of_a_use_are_captured():
+    (first, _), (second, _) = run_ranks(read_sharded, 2, timeout=100)
+    assert first == second > 0
 
 
 STEPS = {"count": 0}
