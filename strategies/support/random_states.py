@@ -67,8 +67,8 @@ def capture_cpu() -> State:
     _, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
-        # The keys as an int64 tensor, because torch.load refuses numpy arrays by default.
-        "numpy": [torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest],
+        # The keys as integers, because torch.load refuses numpy arrays by default.
+        "numpy": [np.asarray(keys).tolist(), *rest],
         "torch": torch.get_rng_state(),
     }
 
@@ -77,7 +77,7 @@ def restore(state: State) -> None:
     """Set every generator of ``state`` to the state that it had."""
     random.setstate(state["python"])
     keys, *rest = state["numpy"]
-    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
