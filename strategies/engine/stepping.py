@@ -64,9 +64,8 @@ class StandIns:
             entry.shard.grad = entry.part_of(gradients[entry.chunk]) if has_one else None
 
     def store(self, groups: Sequence[Sequence[Entry]]) -> None:
-        """The optimizer has stepped: the values become the module's; collective.
-
-        So do gradients that it has cleared.
+        """The optimizer has stepped: the values become the module's, and gradients that it has
+        cleared are gone; collective.
         """
         gradients = self.engine.gradients
         for entry in chain(*groups):

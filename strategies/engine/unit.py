@@ -44,7 +44,7 @@ class Phase(enum.Enum):
 
     SHARDED = "sharded"  # nowhere: only the shards exist
     UNSHARDING = "unsharding"  # on their way into the buffer
-    UNSHARDED = "unsharded"  # in the buffer, which another unit may take unless they are in use
+    UNSHARDED = "unsharded"  # in the buffer, which another unit may take unless it is pinned
 
 
 class Exchange(enum.IntEnum):
