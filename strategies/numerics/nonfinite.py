@@ -1,9 +1,9 @@
 """Find where the first nan or inf of a step came from.
 
-In every backward one kernel looks at the loss and one at the summed gradients of each chunk. They show
-that a value is not finite, and in which parameters' gradients. They do not show the rank, because
-gradients come to the group as sums, nor the unit whose output had the value first, because outputs
-are gone by then.
+In every backward one kernel looks at the loss and one at the summed gradients of each chunk. They
+show that a value is not finite, and in which parameters' gradients. They do not show the rank,
+because gradients come to the group as sums, nor the unit whose output had the value first, because
+outputs are gone by then.
 
 So the micro-batch is run once more, before any weight has changed. Now each unit's output is looked
 at, and its gradients before they travel: the same weights, batch and random numbers give the same
