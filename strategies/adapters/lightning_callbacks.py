@@ -7,9 +7,11 @@ which the user's still override. For Lightning and in checkpoints it keeps its n
 
 from __future__ import annotations
 
+import copyreg
 import warnings
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
+from functools import partialmethod
 from typing import Any
 
 import lightning.pytorch as pl
@@ -268,9 +270,22 @@ def adapt(callbacks: Sequence[Callback]) -> None:
                     "__module__": cls.__module__,
                     # `Callback.state_key` returns it.
                     "__qualname__": cls.__qualname__,
+                    "__reduce_ex__": partialmethod(_pickle_as, cls),
                 }
                 bases = tuple(part for part in (before, theirs, after) if part is not None)
                 callback.__class__ = type(cls.__name__, bases, namespace)
+
+
+def _pickle_as(callback: Callback, cls: Any, protocol: int) -> Any:
+    """Pickle or copy ``callback`` as an object of the user's class ``cls``.
+
+    Pickle can find ``cls`` by its name. The next Trainer adapts the copy anew.
+    """
+    make, arguments, *rest = cls.__reduce_ex__(callback, protocol)
+    arguments = tuple(cls if value is type(callback) else value for value in arguments)
+    # For `copyreg.__newobj__` pickle would compare the class with that of ``callback``.
+    is_new = make is copyreg.__newobj__  # type: ignore[attr-defined]  # typeshed lacks it
+    return cls.__new__ if is_new else make, arguments, *rest
 
 
 def start_averages(model: Any, callbacks: Sequence[Callback]) -> None:

@@ -81,6 +81,8 @@ def damage(folder: Path) -> str | None:
     except ValueError as error:
         return str(error)
     files = manifest.get("files", {})
+    if not any(folder.iterdir()):
+        return "incomplete: it is empty"
     if manifest and not files:
         return "incomplete: its save did not finish"
     missing = [name for name in files if not (folder / name).is_file()]

@@ -66,10 +66,12 @@ def begin(path: Path) -> Path:
         if names and not names & {MANIFEST, INDEX}:
             raise CheckpointError(f"{path} is a folder with other files.\nWrite to a new name.")
     # hazard: a job that writes the same name must not go on in this job's place, so it is unique.
-    # What the other has written is lost, and an error there.
+    # What the other has written is lost, and an error there; `remove` takes all of it away at once,
+    # so the other never commits what is half deleted.
     for left in path.parent.glob(f"{_UNFINISHED}*"):
-        if os.path.lexists(left / path.name):
-            shutil.rmtree(left, ignore_errors=True)
+        if not left.is_symlink() and os.path.lexists(left / path.name):
+            with suppress(OSError):  # this user may not
+                remove(left)
     folder = path.parent / f"{_UNFINISHED}{uuid4().hex}"
     folder.mkdir(0o700, parents=True)
     return folder / path.name
@@ -92,11 +94,19 @@ def commit(stage: Path, path: Path) -> None:
     sync(stage)  # hazard: after a power cut the name could lead to a file without its bytes
     previous = path.with_name(f"{path.stem}.zero3-previous{path.suffix}")
     is_folder = any(each.is_dir() and not each.is_symlink() for each in (stage, path))
-    if is_folder and os.path.lexists(path):
+    replaces_in_two_steps = is_folder and os.path.lexists(path)
+    if replaces_in_two_steps:
         # hazard: at any moment one complete checkpoint must have a name
         remove(previous)
         os.rename(path, previous)
-    os.replace(stage, path)
+    try:
+        os.replace(stage, path)
+    except FileNotFoundError:  # another job has begun just now
+        if replaces_in_two_steps:
+            with suppress(OSError):  # the other is through, too
+                os.rename(previous, path)
+        require_stage(stage, path)
+        raise
     remove(previous)
     sync(path.parent)
     with suppress(OSError):  # it is not of `begin`
@@ -193,9 +203,10 @@ def choose(path: Path, newest: bool) -> tuple[Path, list[str]]:
             checkpoint of the folder.
     """
     remarks = [
-        f"{path.with_name(stage.name)}: incomplete: its save did not finish. Delete {stage} if no"
-        " job is writing it."
+        f"{path.with_name(stage.name)}: incomplete: its save did not finish. Delete {stage.parent}"
+        " if no job is writing it."
         for stage in sorted(path.parent.glob(f"{_UNFINISHED}*/*"))
+        if not stage.parent.is_symlink()  # a stranger's
     ]
     if not path.exists():
         what = " ".join([f"There is no checkpoint {path}.", *remarks, other_complete(path)])

@@ -156,8 +156,16 @@ def _places_by_request(read: _Reader, wish: Request | None) -> dict[str, int]:
     """
     request = wish or Request()
     world_size = request.processes * request.nodes
+    _refuse_stray_local_rank(read, world_size)
     local_rank = read.place("local_rank") or 0 if world_size > 1 else 0
     node_rank = read.place("node_rank") or 0 if request.nodes > 1 else 0
+    variable = read.integer("WORLD_SIZE")
+    if variable not in (None, 1, world_size):
+        raise LaunchError(
+            f"WORLD_SIZE={variable}, but the Trainer has devices={request.processes} and"
+            f" num_nodes={request.nodes}, which makes {world_size} processes. Unset WORLD_SIZE or"
+            " change the Trainer."
+        )
     reason = (
         f"Trainer(devices={request.processes}, num_nodes={request.nodes})"
         if wish
@@ -175,6 +183,23 @@ def _places_by_request(read: _Reader, wish: Request | None) -> dict[str, int]:
         "world_size": world_size,
         "local_world_size": request.processes,
     }
+
+
+def _refuse_stray_local_rank(read: _Reader, world_size: int) -> None:
+    """Raise if LOCAL_RANK is set without an address to meet at.
+
+    ``LightningEnvironment.creates_processes_externally`` takes LOCAL_RANK for a launcher's, so
+    Lightning would wait for processes that nobody starts.
+    """
+    if world_size > 1 and read.launcher is SUBPROCESS and "LOCAL_RANK" in read.environ:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in read.environ]
+        if missing:
+            raise LaunchError(
+                f"LOCAL_RANK={read.environ['LOCAL_RANK']} says that a launcher started this"
+                f" process, but it has set no {' and no '.join(missing)}: training would wait for"
+                f" {world_size - 1} other processes that nobody starts. Unset LOCAL_RANK (some"
+                " container images set it), or start with torchrun."
+            )
 
 
 def _places_by_launcher(read: _Reader, request: Request | None) -> dict[str, int]:

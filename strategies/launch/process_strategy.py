@@ -208,23 +208,32 @@ class ProcessStrategy(ParallelStrategy):
 
     def set_world_ranks(self) -> None:
         """Set this process's ranks in the cluster environment and in the rank-zero utilities."""
-        if isinstance(self.cluster_environment, DetectedEnvironment):
-            self.cluster_environment.request = self._request()
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(
-                self.node_rank * self.num_processes + self.local_rank
-            )
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        # From the environment, because some environments ignore the setter.
-        for function in (rank_zero_only, fabric_rank_zero_only):
-            function.rank = self.global_rank  # type: ignore[attr-defined]  # not declared
+        try:
+            if isinstance(self.cluster_environment, DetectedEnvironment):
+                self.cluster_environment.request = self._request()
+            if self.cluster_environment is not None:
+                self.cluster_environment.set_global_rank(
+                    self.node_rank * self.num_processes + self.local_rank
+                )
+                self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+            # From the environment, because some environments ignore the setter.
+            for function in (rank_zero_only, fabric_rank_zero_only):
+                function.rank = self.global_rank  # type: ignore[attr-defined]  # not declared
+        except ValueError as error:
+            raise LaunchError(
+                f"A variable of the launcher is no whole number ({error})."
+                f" {list_variables(os.environ)}"
+            ) from error
 
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         is_launched = self.cluster_environment.creates_processes_externally
         is_lightnings = type(self.cluster_environment) is LightningEnvironment
-        if is_lightnings and self.num_nodes > 1 and "MASTER_PORT" not in os.environ:
+        port = os.environ.get("MASTER_PORT")
+        if is_lightnings and port is not None and not port.strip().isdecimal():
+            raise LaunchError(f"MASTER_PORT={port!r} is not a port. Correct or unset MASTER_PORT.")
+        if is_lightnings and self.num_nodes > 1 and port is None:
             raise LaunchError(
                 f"Trainer(num_nodes={self.num_nodes}) starts processes on each node, but"
                 " MASTER_PORT is not set.\nSet it to a free port of rank 0's host, and MASTER_ADDR"

@@ -353,6 +353,43 @@ def test_a_rank_without_a_world_size_stops_the_trainer(environ):
         make_trainer(2)
 
 
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({**ELASTIC, "GROUP_RANK": "x"}, "GROUP_RANK"),
+        ({**SRUN, "SLURM_LOCALID": ""}, "SLURM_LOCALID"),
+        ({"NODE_RANK": "zz"}, "NODE_RANK"),
+    ],
+)
+def test_a_place_that_is_no_number_stops_the_trainer_and_is_named(environ, variables, name):
+    environ(variables)
+    with pytest.raises(
+        LaunchError,
+        match=rf"is no whole number \(invalid literal .*Variables set: .*{name}={variables[name]}",
+    ):
+        make_trainer(2)
+
+
+@pytest.mark.parametrize("port", ["abc", "", "-1"])
+def test_a_port_that_is_no_number_stops_the_trainer_and_is_named(environ, port):
+    environ({"MASTER_PORT": port})
+    with pytest.raises(LaunchError, match=f"MASTER_PORT='{port}' is not a port"):
+        make_trainer(2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK=0 .* has set no MASTER_ADDR and no MASTER_PORT"),
+        ({"LOCAL_RANK": "0", "WORLD_SIZE": "8", **MEET}, "WORLD_SIZE=8, but the Trainer has"),
+    ],
+)
+def test_a_run_that_would_wait_for_nobody_is_refused_at_once(environ, variables, words):
+    environ(variables)
+    with pytest.raises(LaunchError, match=words):
+        make_trainer(2).strategy.setup_environment()
+
+
 def test_what_an_earlier_trainer_left_is_named(environ):
     environ({"LOCAL_RANK": "1", "NODE_RANK": "0", **MEET})
     strategy = make_trainer(1).strategy

@@ -326,6 +326,26 @@ REFUSED_BY_TRAINER = {
         Request(4, 2),
         ["kubeflow started 2 processes", "asks for 8", "Trainer(devices=1, num_nodes=2)"],
     ),
+    "stray LOCAL_RANK": (
+        {"LOCAL_RANK": "0"},
+        Request(4),
+        ["LOCAL_RANK=0 says", "no MASTER_ADDR and no MASTER_PORT", "wait for 3"],
+    ),
+    "stray LOCAL_RANK and a host": (
+        {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"},
+        Request(4),
+        ["LOCAL_RANK=0 says", "set no MASTER_PORT", "Unset LOCAL_RANK"],
+    ),
+    "stale WORLD_SIZE": (
+        {**POPEN, "WORLD_SIZE": "8"},
+        TWO_BY_TWO,
+        ["WORLD_SIZE=8", "devices=2 and num_nodes=2", "4 processes"],
+    ),
+    "WORLD_SIZE that is no number": (
+        {**POPEN, "WORLD_SIZE": "four"},
+        TWO_BY_TWO,
+        ["WORLD_SIZE='four' is not a whole number"],
+    ),
 }
 
 

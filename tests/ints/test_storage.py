@@ -192,8 +192,8 @@ def test_an_incomplete_last_is_replaced_by_the_last_complete_one(tmp_path):
     assert chosen == tmp_path / "step=6.ckpt"
     assert (
         remarks[0]
-        == f"{tmp_path}/step=10.ckpt: incomplete: its save did not finish. Delete {stage} if no job"
-        " is writing it."
+        == f"{tmp_path}/step=10.ckpt: incomplete: its save did not finish. Delete {stage.parent} if"
+        " no job is writing it."
     )
     lost = "incomplete: 1 of 2 shards (__1_0.distcp missing)"
     assert remarks[1] == f"{last} is {lost}. Going on from the last complete checkpoint, {chosen}."
@@ -274,6 +274,92 @@ def test_of_two_jobs_with_one_name_the_one_that_began_last_writes_it(tmp_path):
     assert path.read_text() == "before"
     storage.commit(second, path)
     assert path.read_text() == "second, not yet whole"
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_job_that_begins_in_the_middle_of_a_commit_leaves_a_whole_checkpoint(
+    kind, tmp_path, monkeypatch
+):
+    """Of two jobs with one name the first fails, or is through, whenever the second begins."""
+    outcomes = []
+    for number in range(1, 100):
+        path = tmp_path / str(number) / "last.ckpt"
+        path.parent.mkdir()
+        write(path, 1) if kind == "folder" else path.write_text("1")
+        stage = storage.begin(path)
+        if kind == "folder":
+            stage.mkdir()
+            (stage / "a").write_text("x")
+            write_manifest(stage, {"a": measure(stage / "a")}, global_step=2)
+        else:
+            stage.write_text("2")
+        with monkeypatch.context() as patch:
+            calls = begin_at(patch, number, path)
+            try:
+                storage.commit(stage, path)
+                outcomes.append("2")
+            except CheckpointError as error:
+                assert "Another job writes" in str(error)
+                outcomes.append("1")
+        found = storage.last_complete(path.parent) if kind == "folder" else path
+        assert found == path
+        if kind == "folder":
+            assert damage(path) is None and changed(path, 0, 1) is None
+        assert (str(step_of(path)) if kind == "folder" else path.read_text()) == outcomes[-1]
+        if len(calls) < number:
+            break
+    assert set(outcomes) == {"1", "2"}
+
+
+def begin_at(monkeypatch, number, path):
+    """Let another job begin to write ``path`` before the file operation with this number."""
+    calls = []
+
+    def meeting(operation):
+        def call(*args, **kwargs):
+            calls.append(operation.__name__)
+            if len(calls) == number:
+                storage.begin(path)
+            return operation(*args, **kwargs)
+
+        return call
+
+    for name in ("rename", "replace", "fsync"):
+        monkeypatch.setattr(os, name, meeting(getattr(os, name)))
+    return calls
+
+
+def test_another_jobs_unfinished_checkpoint_is_taken_away_before_it_is_deleted(
+    tmp_path, monkeypatch
+):
+    """It might be committed half deleted."""
+    path = tmp_path / "last.ckpt"
+    first = storage.make_folder(path)
+    (first / MANIFEST).write_text("{}")
+    found = []
+    monkeypatch.setattr(
+        storage.shutil, "rmtree", lambda folder, **_: found.append((first.exists(), folder.name))
+    )
+    storage.begin(path)
+    assert [there for there, _ in found] == [False] and found[0][1].startswith(".zero3-removed-")
+
+
+def test_an_empty_folder_is_no_complete_checkpoint(tmp_path):
+    write(tmp_path / "step=1.ckpt", 1)
+    (tmp_path / "last.ckpt").mkdir()
+    assert storage.damage(tmp_path / "last.ckpt") == "incomplete: it is empty"
+    assert storage.choose(tmp_path / "last.ckpt", newest=True)[0] == tmp_path / "step=1.ckpt"
+
+
+def test_what_a_strangers_link_leads_to_is_not_said_to_be_unfinished(tmp_path):
+    good, data = tmp_path / "good.ckpt", tmp_path / "data"
+    write(good, 1)
+    data.mkdir()
+    (data / "a.ckpt").write_text("x")
+    (tmp_path / ".zero3-unfinished-0").symlink_to(data)
+    assert storage.choose(good, newest=False) == (good, [])
+    storage.begin(tmp_path / "a.ckpt")
+    assert (tmp_path / ".zero3-unfinished-0").is_symlink() and (data / "a.ckpt").exists()
 
 
 @pytest.mark.parametrize("neighbour", ["a link to itself", "a folder of another user's"])

@@ -2,6 +2,7 @@
 read by other strategies.
 """
 
+import pickle
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -258,6 +259,49 @@ def test_masks_are_of_the_weights_in_full_precision(precision):
     assert 0.3 < expected.mean() < 0.4
     for mask in run_ranks(prune_repeatedly, 2, "zero3", precision):
         assert torch.equal(mask, expected)
+
+
+class OwnAverage(StochasticWeightAveraging):
+    """A user's own."""
+
+
+def test_adapted_callbacks_are_pickled_as_the_classes_that_the_user_wrote():
+    callbacks = [ModelCheckpoint(save_top_k=-1), OwnAverage(swa_lrs=0.1)]
+    adapt(callbacks)
+    restored = pickle.loads(pickle.dumps(callbacks))
+    assert [type(callback) for callback in restored] == [ModelCheckpoint, OwnAverage]
+    assert restored[0].save_top_k == -1 and vars(restored[1]).keys() == vars(callbacks[1]).keys()
+
+
+class KeepsItsCallback(pl.LightningModule):
+    """`save_hyperparameters` puts the callback into every checkpoint."""
+
+    def __init__(self, callback):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Linear(2, 1)
+        self.callback = callback
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).sum()
+
+    def train_dataloader(self):
+        return torch.ones(2, 2)
+
+    def configure_callbacks(self):
+        return [self.callback]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_checkpoint_holds_a_callback_among_the_hyperparameters(tmp_path):
+    callback = ModelCheckpoint(tmp_path, filename="a", save_top_k=-1)
+    strategy = zero3(unit_policy=["Linear"])
+    run = trainer(strategy, max_steps=1, enable_checkpointing=True)
+    run.fit(KeepsItsCallback(callback))
+    content = torch.load(tmp_path / "a.ckpt", weights_only=False)
+    assert type(content["hyper_parameters"]["callback"]) is ModelCheckpoint
 
 
 CALLED = []
