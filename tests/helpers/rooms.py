@@ -36,7 +36,7 @@ ROOMS = [
         "strategies/support",
         "collector pauses, thread stacks, RNG states, texts",
         packages="torch numpy",
-        tokens=1_366,
+        tokens=1_358,
     ),
     Room("strategies/collectives", "every exchange between ranks", tokens=3_231),
     Room(
@@ -86,14 +86,14 @@ ROOMS = [
         "strategies/optimizers",
         "how an optimizer may step",
         "strategies/support strategies/collectives strategies/engine",
-        tokens=4_935,
+        tokens=5_070,
     ),
     Room(
         "strategies/launch",
         "how processes find each other",
         "strategies/support strategies/collectives",
         _LIGHTNING,
-        tokens=10_142,
+        tokens=10_283,
     ),
     Room(
         "strategies/data",
@@ -108,7 +108,7 @@ ROOMS = [
         "strategies/support strategies/collectives strategies/engine strategies/state_dicts"
         " strategies/optimizers strategies/launch strategies/data",
         f"{_LIGHTNING} safetensors",
-        tokens=17_312,
+        tokens=17_373,
     ),
     Room(
         "strategies/numerics",
@@ -130,14 +130,14 @@ ROOMS = [
         "ranks with unequal numbers of batches",
         "strategies/support strategies/collectives strategies/engine strategies/data strategies/liveness",
         f"{_LIGHTNING} torchmetrics",
-        tokens=2_537,
+        tokens=2_596,
     ),
     Room(
         "strategies/adapters",
         "Lightning's callbacks on shards",
         "strategies/collectives strategies/engine",
         _LIGHTNING,
-        tokens=2_946,
+        tokens=3_033,
     ),
     Room(
         "strategies/memory_ledger",
@@ -212,7 +212,7 @@ ROOMS = [
         "strategies/support strategies/collectives strategies/communicators strategies/engine"
         " strategies/graph_replay",
         f"{_LIGHTNING} torchmetrics lightning_utilities",
-        tokens=11_369,
+        tokens=11_416,
     ),
     Room(
         "callbacks/cuda_backend",
