@@ -20,6 +20,7 @@ from .software_graph import OURS, ReportsWaits, SoftwareGraph, describe_wait
 
 _WAIT = "called a synchronizing CUDA operation"
 _PROTOTYPE = "Synchronization debug mode is a prototype"
+_OFFSET = 1  # in a state of a CUDA generator, two int64: its seed and its offset
 
 
 class CudaGraph:
@@ -32,8 +33,8 @@ class CudaGraph:
     where its forward ended, and replayed from where that began.
     """
 
-    _last_state: Tensor
-    _start = _end = 0  # of the last replay: the generator's offset
+    _ended: Tensor  # the state at the end of the capture, counted from the beginning of a replay
+    _start = 0  # the generator's offset at the beginning of the last replay
 
     def __init__(self, pool: Any, device: torch.device, forward: CudaGraph | None = None) -> None:
         self._graph, self._pool, self._forward = torch.cuda.CUDAGraph(), pool, forward
@@ -60,9 +61,14 @@ class CudaGraph:
         try:
             with without_collection(), capture:
                 if self._forward is not None:
-                    self._generator.set_state(self._forward._last_state)
+                    self._generator.set_state(self._forward._ended)
                 yield
-                self._last_state = self._generator.get_state()
+                self._ended = self._generator.get_state()
+                # hazard: a replay gives no seed to a graph that ends where it began, as one does
+                # whose numbers are drawn inside of `fork_rng`. So each ends later.
+                later = self._ended.clone()
+                later.view(torch.int64)[_OFFSET] += 4  # the least step
+                self._generator.set_state(later)
         except BaseException:
             self.reset()
             raise
@@ -71,15 +77,17 @@ class CudaGraph:
 
     def replay(self) -> None:
         """Do the recorded work."""
-        generator, forward = self._generator, self._forward
-        self._start = generator.get_offset()
-        # Also if the forward ended where it began: it may have saved states, and set them back.
-        if forward is not None:
-            generator.set_offset(forward._start)
+        before, forward = self._generator.get_offset(), self._forward
+        self._start = before if forward is None else forward._start
+        self._generator.set_offset(self._start)
         self._graph.replay()
-        self._end = generator.get_offset()
-        if forward is not None:  # other programs may have drawn numbers between it and this
-            generator.set_offset(self._start + self._end - forward._end)
+        # Other programs may have drawn numbers between a forward and its backward.
+        drawn = _offset(self._ended) - (0 if forward is None else _offset(forward._ended))
+        self._generator.set_offset(before + drawn)
+
+
+def _offset(state: Tensor) -> int:
+    return int(state.view(torch.int64)[_OFFSET])
 
 
 class CudaGraphs:

@@ -18,8 +18,9 @@ class Device:
     """A generator, and graphs that draw from it: each kernel is known by its seed and offset.
 
     In a capture the generator counts from zero, and may be set to another offset, not to another
-    seed. A replay counts from where the generator is. Its own offset is never set, as cuDNN would
-    begin its random states anew; that of another generator of its state is.
+    seed. A replay counts from where the generator is; one of a graph that ends where it began is
+    told nothing. Its own offset is never set, as cuDNN would begin its random states anew; that of
+    another generator of its state is.
     """
 
     def __init__(self, monkeypatch):
@@ -71,9 +72,13 @@ class Device:
 class Graph:
     def __init__(self, generator):
         self.generator, self.kernels, self.reset = generator, [], None
+        self.begin = None, 0
 
     def replay(self):
-        self.results = [(self.generator.seed, self.generator.offset + k) for k in self.kernels]
+        if self.drawn:
+            self.begin = self.generator.seed, self.generator.offset
+        seed, offset = self.begin
+        self.results = [(seed, offset + k) for k in self.kernels]
         self.generator.offset += self.drawn
 
 
