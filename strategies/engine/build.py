@@ -48,7 +48,6 @@ def build_units(
     parts: Sequence[UnitModules],
     trained: set[int],
     slot_dtype: SlotDtype,
-    wire_dtype: SlotDtype,
     collectives: LocalCollectives,
     unit_class: type[Unit] = Unit,
     offload: Offload | None = None,
@@ -57,17 +56,14 @@ def build_units(
     units = []
     budget = 0 if offload is None else offload.budget
     for index, part in enumerate(parts):
-        buckets: dict[tuple[bool, torch.dtype, torch.dtype, torch.dtype], list[Entry]] = {}
+        buckets: dict[tuple[bool, torch.dtype, torch.dtype], list[Entry]] = {}
         for name, p in part.parameters.items():
             _check_parameter(name, p)
             is_trained = id(p) in trained and (p.is_floating_point() or p.is_complex())
             # a single rank unshards nothing: its parameters view their shards
             slot = p.dtype if collectives.alone else slot_dtype(name, p)
-            wires = slot == torch.float32 and not collectives.alone
-            wire = wire_dtype(name, p) if wires else slot
-            buckets.setdefault((is_trained, slot, wire, p.dtype), []).append(
-                Entry(name, p, is_trained)
-            )
+            bucket = buckets.setdefault((is_trained, slot, p.dtype), [])
+            bucket.append(Entry(name, p, is_trained))
         chunks = [
             _chunk(bucket, dtypes, collectives.world_size)
             for (_, *dtypes), bucket in buckets.items()

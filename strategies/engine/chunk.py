@@ -1,5 +1,5 @@
-"""What this rank keeps of the parameters of a unit that are trained or not, kept, unsharded and
-sent in the same dtypes: one flat shard of their values, and one of their gradients.
+"""What this rank keeps of the parameters of a unit that are trained or not, kept and
+unsharded in the same dtypes: one flat shard of their values, and one of their gradients.
 
 ::
 
@@ -92,11 +92,10 @@ class Chunk:
         entries: list[Entry],
         layout: ChunkLayout,
         dtype: torch.dtype,
-        wire_dtype: torch.dtype,
         master_dtype: torch.dtype,
     ) -> None:
         self.entries, self.layout = entries, layout
-        self.dtype, self.wire_dtype, self.master_dtype = dtype, wire_dtype, master_dtype
+        self.dtype, self.master_dtype = dtype, master_dtype
         self.trained = entries[0].trained
 
     @property

@@ -60,8 +60,7 @@ class Offload:
         """``chunk``, in host memory if it belongs there."""
         if self.kind == "optimizer" and not chunk.trained:
             return chunk
-        dtypes = chunk.dtype, chunk.wire_dtype, chunk.master_dtype
-        return HostChunk(chunk.entries, chunk.layout, *dtypes)
+        return HostChunk(chunk.entries, chunk.layout, chunk.dtype, chunk.master_dtype)
 
 
 def processors_near(device: torch.device) -> set[int]:
@@ -183,8 +182,8 @@ class HostChunk(Chunk):
         """Bytes of each tensor that it has in host memory."""
         numel = self.layout.shard_numel
         sizes = [numel * self.master_dtype.itemsize] * (2 if self.trained else 1)
-        rounds = self.wire_dtype != self.master_dtype
-        return [*sizes, numel * self.wire_dtype.itemsize] if rounds else sizes
+        rounds = self.dtype != self.master_dtype
+        return [*sizes, numel * self.dtype.itemsize] if rounds else sizes
 
     def own(self, values: Tensor, rank: int) -> None:
         """See :meth:`Chunk.own`."""
@@ -194,10 +193,10 @@ class HostChunk(Chunk):
         self._values.copy_(values)
         if self.trained:
             self._gradients = take(numel, self.master_dtype)
-        if self.wire_dtype != self.master_dtype:
-            self._rounded = take(numel, self.wire_dtype)
+        if self.dtype != self.master_dtype:
+            self._rounded = take(numel, self.dtype)
         if self.host.kind == "optimizer":
-            self._sent = torch.empty(numel, dtype=self.wire_dtype, device=self.host.device)
+            self._sent = torch.empty(numel, dtype=self.dtype, device=self.host.device)
         self._find_parts(self._values, rank)
 
     def shards(self) -> list[Tensor]:
