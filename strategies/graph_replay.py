@@ -72,7 +72,8 @@ class ReplayedStep:
         """
         engine, books = self._engine, self._engine.gradients.used
         before = bytes(books)
-        versions = [(b, b._version) for b in engine.buffers.all() if not b.is_inference()]
+        buffers = engine.structure.model.buffers()
+        versions = [(b, b._version) for b in buffers if not b.is_inference()]
         if part:
             books[:] = bytes(len(books))
         yield

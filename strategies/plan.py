@@ -243,16 +243,7 @@ def count_state(
     Returns:
         bytes by what they are for; "host" is what offload keeps in host memory of all this.
     """
-    offload, found = (
-        options["offload"],
-        State(
-            buffers=sum(
-                t.nbytes
-                for b in module.buffers()
-                for t in ((b._indices(), b._values()) if b.is_sparse else (b,))
-            )
-        ),
-    )
+    offload, found = options["offload"], State(buffers=sum(b.nbytes for b in module.buffers()))
     for chunk in (chunk for unit in units for chunk in unit.chunks):
         nbytes = chunk.layout.shard_numel * chunk.master_dtype.itemsize
         if isinstance(chunk, HostChunk):
