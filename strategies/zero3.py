@@ -330,7 +330,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         if self.global_rank == 0:
             size, is_on_gpu = self._communicator.world_size, self.root_device.type != "cpu"
             its = self._groups.steppings, self._engine_options(), size, is_on_gpu
-            told = f"{len(self.engine.units)} unit{'s' * (len(self.engine.units) > 1)}"
+            told = f"{len(self.engine.units)} unit{'s' * (len(self.engine.units) != 1)}"
             # an optimizer or a model that cannot be counted must not end a run
             with suppress(Exception):
                 state = count_state(self.engine.units, module, *its)

@@ -540,7 +540,6 @@ NOT_PROMISED: dict[str, tuple[str, ...]] = {
         "parameter-added",
         "sparse-parameter",
         "wrapped-parameter",
-        "lazy-module",
         "shared-memory",
         "buffer-of-a-parameter",
         "blocks-replaced-by-identity",
