@@ -173,10 +173,10 @@ class HostChunk(Chunk):
     stored: Any = None  # the end of the last copy to its gradients
     _ticket: Future[None] | None = None  # what the worker has to do
     _read: Any = None  # the end of the last copy from its values
-    _rounded: Tensor | None = None  # [shard] the values in the dtype that is sent, if another
-    _sent: Tensor | None = None  # [shard] on the device, with "optimizer"
+    _rounded: Tensor  # [shard] the values in the dtype that is sent; themselves, if it is theirs
+    source: Tensor  # [shard] what is sent: on the device with "optimizer", else the rounded values
     _is_rounded = False  # `_rounded` is of the values as they are
-    _is_sent = False  # so is `_sent`
+    _is_loaded = False  # so is `source`
 
     def sizes(self) -> list[int]:
         """Bytes of each tensor that it has in host memory."""
@@ -193,15 +193,15 @@ class HostChunk(Chunk):
         self._values.copy_(values)
         if self.trained:
             self._gradients = take(numel, self.master_dtype)
-        if self.dtype != self.master_dtype:
-            self._rounded = take(numel, self.dtype)
+        is_same = self.dtype == self.master_dtype
+        self._rounded = self.source = self._values if is_same else take(numel, self.dtype)
         if self.host.kind == "optimizer":
-            self._sent = torch.empty(numel, dtype=self.dtype, device=self.host.device)
+            self.source = torch.empty(numel, dtype=self.dtype, device=self.host.device)
         self._find_parts(self._values, rank)
 
     def shards(self) -> list[Tensor]:
         """See :meth:`Chunk.shards`."""
-        return [t for t in (self._values, self._rounded, self._sent) if t is not None]
+        return list(dict.fromkeys([self._values, self._rounded, self.source]))
 
     # ---------------------------------------------------------------------------------- who waits
 
@@ -211,17 +211,11 @@ class HostChunk(Chunk):
             ticket.result()
             self._ticket = None
 
-    def _require_quiet(self) -> None:
-        if self._read is not None:
-            # hazard: writing to memory that a copy engine still reads
-            self.streams[0].wait(self._read)
-            self._read = None
-
     def begin_write(self) -> None:
         """See :meth:`Chunk.begin_write`."""
         self.wait_for_host()
-        self._require_quiet()
-        self._is_rounded = self._is_sent = False
+        self._is_rounded = self._is_loaded = False
+        self.streams[0].wait(self._read)  # hazard: writing to what a copy engine still reads
 
     def read(self) -> Tensor:
         """See :meth:`Chunk.read`."""
@@ -247,34 +241,26 @@ class HostChunk(Chunk):
 
     # ------------------------------------------------------------------------------------- unshard
 
-    @property
-    def source(self) -> Tensor:
-        """See :attr:`Chunk.source`."""
-        on_host = self._values if self._rounded is None else self._rounded
-        return on_host if self._sent is None else self._sent
-
     def begin_load(self) -> None:
         """What :meth:`load` and the unshard read is there; on the host."""
         self.wait_for_host()  # hazard: sending values of before the step
         if not self._is_rounded:
-            self._require_quiet()
+            self.streams[0].wait(self._read)  # hazard: as in `begin_write`
             self._round()
 
     def load(self) -> None:
         """In the stream of unshards: the device gets what has changed."""
-        if self._sent is not None and not self._is_sent:
-            on_host = self._values if self._rounded is None else self._rounded
-            self._sent.copy_(on_host, non_blocking=True)
-            self._is_sent = True
+        if not self._is_loaded:
+            self.source.copy_(self._rounded, non_blocking=True)
+            self._is_loaded = True
 
     def end_load(self, mark: Any) -> None:
         """The copies end at ``mark``."""
         self._read = mark
 
     def _round(self) -> None:
-        if self._rounded is not None:
-            self._rounded.copy_(self._values)
-        self._is_rounded, self._is_sent = True, False
+        self._rounded.copy_(self._values)
+        self._is_rounded, self._is_loaded = True, False
 
     # -------------------------------------------------------------------------------------- reduce
 
@@ -296,7 +282,6 @@ class HostChunk(Chunk):
 
     def step_with(self, work: Callable[[Tensor], None]) -> None:
         """Let the worker change the values by ``work``, which gets the gradients."""
-        read, self._read = self._read, None
         before = self._ticket
 
         def step() -> None:
@@ -304,7 +289,7 @@ class HostChunk(Chunk):
                 before.result()  # has failed, perhaps
             try:
                 with torch.no_grad():
-                    self._step(work, read)
+                    self._step(work)
             except Exception as error:
                 entry = self.entries[0]
                 raise RuntimeError(
@@ -315,8 +300,8 @@ class HostChunk(Chunk):
 
         self._ticket = self.host.worker.submit(step)
 
-    def _step(self, work: Callable[[Tensor], None], read: Any) -> None:
-        self.streams[0].wait(read)  # hazard: as in `_require_quiet`
+    def _step(self, work: Callable[[Tensor], None]) -> None:
+        self.streams[0].wait(self._read)  # hazard: as in `begin_write`
         # nothing is stored before this step is over: `Gradients.begin_backward` waits for it
         self.streams[1].wait(self.stored)  # hazard: stepping with sums that still arrive
         work(self._gradients)

@@ -111,7 +111,7 @@ class SavedTensors:
                     if tensor.is_conj() or tensor.is_neg():
                         break  # it keeps the memory
                     offset = _data_ptr(tensor) - buffer.start
-                    entry = unit.by_start[bisect_right(unit.starts, offset) - 1]
+                    entry = unit.entries[bisect_right(unit.starts, offset) - 1]
                     version, dtype, size = entry.parameter._version, tensor.dtype, tensor.shape
                     return SavedWeight((unit, entry, version, dtype, size, tensor.stride(), offset))
             # Autograd compares versions itself only where there are no hooks. Detached, because an

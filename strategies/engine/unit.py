@@ -170,10 +170,8 @@ class Unit:
             entry.absent = absent_like(entry.meta, entry.chunk.dtype, pool.memory.device)
             entry.parameter.data = entry.absent
             entry.seen = entry.parameter._version
-        # where parameters begin [bytes of the buffer], in this order, but those without elements
-        places = [(view.data_ptr() - self.home.start, entry) for entry, view in self.home.views]
-        places.sort(key=lambda place: place[0])
-        self.starts, self.by_start = [s for s, _ in places], [entry for _, entry in places]
+        # where `entries` begin [bytes of the buffer]
+        self.starts = [view.storage_offset() * view.itemsize for _, view in self.home.views]
         self.shard_parameters()
 
     def shard_parameters(self) -> None:
