@@ -102,30 +102,19 @@ class HostMemory:
     `pin_memory` would round each tensor up to a power of two.
 
     Raises:
-        RuntimeError: there is not so much, or it cannot be registered.
+        OSError: there is not so much.
+        RuntimeError: it cannot be registered, as the limit of locked memory is lower (`ulimit -l`).
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        size = f"{nbytes / 2**30:.1f} GiB"
-        try:
-            # hazard: loaders fork. Shared pages stay where the device has them; of private ones the
-            # process would get other ones as it writes, or each fork a copy.
-            pages = mmap.mmap(-1, max(nbytes, 1))
-        except OSError as error:
-            raise RuntimeError(
-                f"The host has no {size} of memory for offload ({error.strerror}).\nOffload less (a"
-                " size of what stays on the device), or run fewer ranks on a host."
-            ) from error
+        # hazard: loaders fork. Shared pages stay where the device has them; of private ones the
+        # process would get other ones as it writes, or each fork a copy.
+        pages = mmap.mmap(-1, max(nbytes, 1))
         self._memory = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
         self.nbytes, self._taken = nbytes, 0
         if device.type == "cuda" and nbytes:
             runtime, start = torch.cuda.cudart(), self._memory.data_ptr()
-            code = int(runtime.cudaHostRegister(start, nbytes, 0))
-            if code != 0:
-                raise RuntimeError(
-                    f"CUDA cannot register {size} of host memory for offload (error {code}).\nRaise"
-                    " the limit of locked memory (`ulimit -l`), or offload less."
-                )
+            torch.cuda.check_error(runtime.cudaHostRegister(start, nbytes, 0))
             weakref.finalize(self._memory, runtime.cudaHostUnregister, start)
 
     def rewind(self) -> None:

@@ -66,12 +66,8 @@ class SavedTensors:
 
         None: of all, because what is no `Exception` has ended forwards: torch calls no hooks then.
         """
-        for each, _ in self._open if unit is not None else ():
-            if each is unit:
-                break
-        else:
-            if unit is not None:
-                return  # it did not
+        if unit is not None and unit not in dict(self._open):
+            return  # it did not begin
         while self._open:
             left, hooks = self._open.pop()
             if hooks is not None:
