@@ -101,6 +101,10 @@ class HostMemory:
 
     `pin_memory` would round each tensor up to a power of two.
 
+    Attributes:
+        nbytes: its size.
+        taken: bytes that were given away; 0 as nothing is in use any more.
+
     Raises:
         OSError: there is not so much.
         RuntimeError: it cannot be registered, as the limit of locked memory is lower (`ulimit -l`).
@@ -111,21 +115,20 @@ class HostMemory:
         # process would get other ones as it writes, or each fork a copy.
         pages = mmap.mmap(-1, max(nbytes, 1))
         self._memory = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
-        self.nbytes, self._taken = nbytes, 0
+        self.nbytes, self.taken = nbytes, 0
         if device.type == "cuda" and nbytes:
             runtime, start = torch.cuda.cudart(), self._memory.data_ptr()
             torch.cuda.check_error(runtime.cudaHostRegister(start, nbytes, 0))
             weakref.finalize(self._memory, runtime.cudaHostUnregister, start)
 
-    def rewind(self) -> None:
-        """Nothing of it is in use."""
-        self._taken = 0
-
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel] of it."""
-        start = self._taken
-        stop = start + numel * dtype.itemsize
-        self._taken = round_up(stop, REGION_BYTES)
+        """[numel] of it, or of other memory if so much is not left: what is copied from and to that
+        goes by way of the host.
+        """
+        start, stop = self.taken, self.taken + numel * dtype.itemsize
+        self.taken = round_up(stop, REGION_BYTES)
+        if stop > self.nbytes:
+            return torch.empty(numel, dtype=dtype, device="cpu")
         return self._memory[start:stop].view(dtype)
 
 

@@ -143,12 +143,9 @@ def test_nested_blocks():
         (
             nn.Linear(2, 2),
             ["Conv2d"],
-            (
-                "unit_policy names 'Conv2d', but the model has no module of that class. It has:"
-                " Linear."
-            ),
+            "unit_policy names 'Conv2d', but the model has no module of that class",
         ),
-        (nn.Linear(2, 2), [nn.Conv2d], "unit_policy names 'Conv2d'"),
+        (nn.Linear(2, 2), [nn.Conv2d], "unit_policy names <class 'torch.nn.modules.conv.Conv2d'>"),
         (nn.Linear(2, 2), (name for name in ["Conv2d"]), "unit_policy names 'Conv2d'"),
         (
             nn.Linear(2, 2),
