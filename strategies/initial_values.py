@@ -29,9 +29,10 @@ class Initializer:
     def __init__(self, model: nn.Module, loaded: Container[str] = ()) -> None:
         self._model, self._loaded = model, loaded
         self._names = {module: name for name, module in model.named_modules()}
-        # as constructors run: those inside before those around, and in the order of their names
-        self._children_first: dict[Any, None] = {}
-        model.apply(self._children_first.setdefault)
+        # the ids of each module's parameters, as constructors run: those inside before those
+        # around, and in the order of their names
+        self._ids: dict[nn.Module, set[int]] = {}
+        model.apply(lambda m: self._ids.update({m: set(map(id, m.parameters()))}))
 
     def fill_buffers(self) -> None:
         """Initialise running statistics of norm layers, and other buffers by ``_init_weights``;
@@ -79,8 +80,10 @@ class Initializer:
                 self._require_no_adapter(name, owner)
                 unset.append((name, p, owner))
             torch.utils.swap_tensors(p, nn.Parameter(value, requires_grad=p.requires_grad))
-        chosen = self._with_parents([owner for *_, owner in unset], {id(p) for _, p, _ in unset})
-        for module in filter(chosen.__contains__, self._children_first):
+        here, owners = {id(p) for _, p, _ in unset}, [owner for *_, owner in unset]
+        # and modules around them that have no parameters elsewhere
+        chosen = [m for m, ids in self._ids.items() if m in owners or (ids and ids <= here)]
+        for module in chosen:
             reset = getattr(module, "reset_parameters", None) or getattr(
                 module, "_reset_parameters", None
             )
@@ -88,7 +91,7 @@ class Initializer:
                 with torch.no_grad():
                     reset()
         # some models initialise layers from the module around them
-        for module in filter(chosen.__contains__, self._children_first):
+        for module in chosen:
             self._init_weights(module)
         for name, p, owner in unset:
             if _has_unset(p.detach()):
@@ -112,17 +115,6 @@ class Initializer:
                     " `layer.lora_A.to_empty(device='cpu')`, the same for `lora_B`, and"
                     " `layer.reset_lora_parameters(adapter, True)` (docs/howto/lora.md)."
                 )
-
-    def _with_parents(self, modules: Iterable[nn.Module], here: set[int]) -> dict[nn.Module, None]:
-        """Return the modules, and those around them that have no parameters elsewhere."""
-        found: dict[nn.Module, None] = {}
-        for each in modules:
-            for module in self._upwards(each):
-                if not all(id(p) in here for p in module.parameters()):
-                    break
-                found[module] = None
-            found[each] = None
-        return found
 
     def _upwards(self, module: nn.Module) -> Iterator[nn.Module]:
         """Yield the module, and those around it."""

@@ -157,6 +157,7 @@ class SharedMemoryCollectives(ComparedCollectives):
         return _Exchange(self, number, result)
 
     def _late(self, word: int, number: int) -> list[int]:
+        """The other ranks that have not come to this exchange."""
         return [rank for rank in self._others if self._words[rank][word] < number]
 
     def _read(self) -> None:
@@ -184,7 +185,7 @@ class SharedMemoryCollectives(ComparedCollectives):
             # hazard: other ranks may themselves wait until this one has read an earlier exchange
             self._read()
             late = self._late(_READ, number)
-            if not late:
+            if not late and self._mine[_READ] >= number:
                 return
             waited = time.monotonic() - begin
             if waited < _NO_PAUSE_S:

@@ -248,9 +248,8 @@ class Unit:
 
     def _is_kept_from(self) -> bool:
         """Whether somebody holds what another unit has left in the memory."""
-        kept = self.pool.kept
-        for unit in [each for each in kept if not (each.home.is_held() or each.pins)]:
-            del kept[unit]
+        kept = {unit: None for unit in self.pool.kept if unit.home.is_held() or unit.pins}
+        self.pool.kept = kept
         return not self.rivals.isdisjoint(kept)
 
     def _spare(self) -> Buffer:

@@ -142,6 +142,10 @@ def races(rank, world_size, kind):
             buffer = memory[: 4 * world_size * numel].view(torch.float32).fill_(float(step + rank))
             sums.append((step, communicator.reduce_scatter(buffer, step).wait().clone()))
             buffer.fill_(-1.0)
+        if common.random() < 0.3:
+            # its result is only there when this rank has read, too
+            found = communicator.agree(torch.tensor([rank, step - rank]))
+            assert found.tolist() == [world_size - 1, step]
         if chance.random() < 0.1:
             time.sleep(chance.random() / 200)
         while len(flying) > (1 if step < 399 else 0):
