@@ -50,15 +50,14 @@ class Buffers:
 
     def look_again(self) -> None:
         """Modules came, went or have other names: local."""
-        self._modules = [
-            (f"{n}.".lstrip("."), m) for n, m in self._model.named_modules() if m._buffers
-        ]
+        self._modules = [(f"{n}.".lstrip("."), m) for n, m in self._model.named_modules()]
 
     def _find(self) -> dict[str, _Place]:
         """All buffers, by name."""
         return {
             prefix + key: _Place(module, key, buffer)
             for prefix, module in self._modules
+            if module._buffers  # most have none
             for key, buffer in module._buffers.items()
             if buffer is not None
         }
