@@ -80,7 +80,7 @@ class Initializer:
                 self._require_no_adapter(name, owner)
                 unset.append((name, p, owner))
             torch.utils.swap_tensors(p, nn.Parameter(value, requires_grad=p.requires_grad))
-        here, owners = {id(p) for _, p, _ in unset}, [owner for *_, owner in unset]
+        here, owners = {id(p) for _, p, _ in unset}, {owner for *_, owner in unset}
         # and modules around them that have no parameters elsewhere
         chosen = [m for m, ids in self._ids.items() if m in owners or (ids and ids <= here)]
         for module in chosen:
