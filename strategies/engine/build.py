@@ -120,7 +120,7 @@ def check_memory(model: nn.Module) -> None:
             continue
         if (other := seen.get(tensor.data_ptr())) is not None:
             raise ValueError(
-                f"{other!r} and {name!r} share memory, and after sharding they would not. To"
+                f"{name!r} and {other!r} share memory, and after sharding they would not. To"
                 " tie two layers let both have the same parameter (`head.weight ="
                 " embedding.weight`, without `.data`), else use `.clone()`."
             )
