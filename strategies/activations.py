@@ -46,9 +46,9 @@ def parse_activations(value: str | None) -> int | None:
     Raises:
         ValueError: it is neither.
     """
-    if value is None or value == "host":
-        return None if value is None else 0
-    return parse_size("activations", "'host'", value)
+    if value is None:
+        return None
+    return 0 if value == "host" else parse_size("activations", "'host'", value)
 
 
 @dataclass(eq=False)

@@ -194,11 +194,11 @@ class SharedMemoryCollectives(ComparedCollectives):
                 time.sleep(min(waited / 100, 0.01))
             for rank in late if waited > _LIVENESS_S else ():
                 self._require_alive(rank)
-            if waited > self._timeout_s:
-                raise RuntimeError(
-                    f"Rank {self.rank} timed out: rank {late[0]} did not come in"
-                    f" {self._timeout_s:.0f} s."
-                )
+                if waited > self._timeout_s:
+                    raise RuntimeError(
+                        f"Rank {self.rank} timed out: rank {rank} did not come in"
+                        f" {self._timeout_s:.0f} s."
+                    )
 
     def _require_alive(self, rank: int) -> None:
         process = self._words[rank][_PROCESS]
