@@ -1,5 +1,5 @@
-"""What travels between the ranks, and what it costs in memory: the same training with four options
-of the strategy.
+"""What travels between the ranks, and what it costs in memory: the same training without options,
+with two of the strategy, each by itself, and with both.
 
     python examples/wire.py               # 2 processes on the CPU
     python examples/wire.py --devices 4
@@ -24,17 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "reduce once": {"reduce_once": True},
     # Gradients travel as bfloat16, each rounded once, and are added up in fp32.
     "reduce in bf16": {"reduce_dtype": "bf16"},
-    # Weights travel as bfloat16: layers compute in fp32 with rounded weights, the optimizer steps
-    # on exact ones.
-    "gather in bf16": {"gather_dtype": "bf16"},
-    # The same, but some layers get their exact weights. Kept ones travel in fp32.
-    "gather in bf16, keep the head": {"gather_dtype": "bf16", "keep_in_fp32": ["head", "*.norm"]},
-    "all of them": {
-        "reduce_once": True,
-        "reduce_dtype": "bf16",
-        "gather_dtype": "bf16",
-        "keep_in_fp32": ["head", "*.norm"],
-    },
+    "both": {"reduce_once": True, "reduce_dtype": "bf16"},
 }
 
 
@@ -131,7 +121,7 @@ def main(devices: int = 2) -> dict[str, dict[str, float]]:
     found = {name: train(devices, options) for name, options in OPTIONS.items()}
     if lightning_zero3.current_world().rank == 0:
         print(
-            f"{'':30}   sent per step (KB)       in memory (KB)\n{'':30} weights  gradients    "
+            f"{'':14}   sent per step (KB)       in memory (KB)\n{'':14} weights  gradients    "
             "buffer   state      loss"
         )
         for name, row in found.items():
@@ -139,7 +129,7 @@ def main(devices: int = 2) -> dict[str, dict[str, float]]:
                 row[key] / 1000 for key in ("weights", "gradients", "buffer", "state")
             )
             print(
-                f"{name:30} {weights:7.0f} {gradients:10.0f} {buffer:9.0f} {state:7.0f}"
+                f"{name:14} {weights:7.0f} {gradients:10.0f} {buffer:9.0f} {state:7.0f}"
                 f" {row['loss']:9.6f}"
             )
     return found

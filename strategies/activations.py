@@ -31,7 +31,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .engine import Zero3Engine, is_in_buffer
 from .engine.hooks import ModuleHook
 from .engine.isolation import isolated
-from .engine.layout import REGION_BYTES, round_up
 from .engine.offload import HostMemory
 from .engine.streams import Stream
 from .support import parse_size
@@ -47,9 +46,9 @@ def parse_activations(value: str | None) -> int | None:
     Raises:
         ValueError: it is neither.
     """
-    if value is None or value == "host":
-        return None if value is None else 0
-    return parse_size("activations", "'host'", value)
+    if value is None:
+        return None
+    return 0 if value == "host" else parse_size("activations", "'host'", value)
 
 
 @dataclass(eq=False)
@@ -107,7 +106,6 @@ class Activations:
             for module in unit.members
         ]
         self.memory = HostMemory(0, self._device)
-        self._needed = 0  # bytes of it that were asked for
         # by address and version of the storage
         self._known: WeakValueDictionary[tuple[int, int], Stored] = WeakValueDictionary()
         # one element of any dtype, in place of all that are elsewhere
@@ -123,15 +121,13 @@ class Activations:
         """What is saved inside may move."""
         self._land(drop=True)
         if not self._known:
-            if self._needed > self.memory.nbytes:
+            if (needed := self.memory.taken) > self.memory.nbytes:
                 # Here, where all ranks are or have been: to register memory waits for the device.
-                # Until now what did not fit went to pages that are copied by way of the host.
                 self._stream.wait(self._mark)  # hazard: memory that goes while it is being copied
                 self.memory = HostMemory(0, self._device)  # no longer than the old is needed
                 # batches that grow a little each time would each have memory registered
-                self.memory = HostMemory(self._needed * 9 // 8, self._device)
-            self.memory.rewind()
-            self._needed = 0
+                self.memory = HostMemory(needed * 9 // 8, self._device)
+            self.memory.taken = 0
         self._most = max(self._most, self._saved)
         self._saved = self._moved = 0
         self._open = _Group()
@@ -186,7 +182,7 @@ class Activations:
             for stored in group.members:
                 source = torch.empty(0, dtype=torch.uint8, device=self._device)
                 source.set_(stored.here.untyped_storage())
-                stored.host = self._room(source.nbytes)
+                stored.host = self.memory.take(source.nbytes, torch.uint8)
                 pairs.append((stored.host, source))
                 self._moved += source.nbytes
             self._copy(group, pairs)
@@ -236,9 +232,3 @@ class Activations:
             for stored in group.members if drop else ():
                 stored.here = self._nothing
             group.is_away |= drop
-
-    def _room(self, nbytes: int) -> Tensor:
-        self._needed += round_up(nbytes, REGION_BYTES)
-        if self._needed <= self.memory.nbytes:
-            return self.memory.take(nbytes, torch.uint8)
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

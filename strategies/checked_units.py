@@ -46,5 +46,5 @@ class CheckedUnit(Unit):
     def _holds(self, chunk: Chunk, part: torch.Tensor, entry: Entry) -> bool:
         """Whether the buffer holds of a parameter what this rank's shard holds."""
         found = entry.part_of(chunk.shard_of(part, self._collectives.rank))
-        held = entry.part_of(chunk.values).to(found.device, chunk.wire_dtype).to(chunk.dtype)
+        held = entry.part_of(chunk.values).to(found.device, chunk.dtype)
         return torch.equal(found.view(torch.uint8), held.view(torch.uint8))

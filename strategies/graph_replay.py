@@ -44,10 +44,10 @@ class ReplayedStep:
         # A hook of the user's may have run units since the forward.
         filled = self._filled if part else []
         for unit in units:
-            if unit not in filled:
+            if unit in filled:
+                unit.unshard()
+            else:
                 unit.reshard()
-        for unit in filled:
-            unit.unshard()
         self._join()
         if part:
             for chunk in gradients.chunks:
@@ -72,7 +72,9 @@ class ReplayedStep:
         """
         engine, books = self._engine, self._engine.gradients.used
         before = bytes(books)
-        versions = [(b, b._version) for b in engine.buffers.all() if not b.is_inference()]
+        versions = [
+            (b, b._version) for b in engine.structure.model.buffers() if not b.is_inference()
+        ]
         if part:
             books[:] = bytes(len(books))
         yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Container, Iterable, Iterator
 from typing import Any, cast
 
@@ -12,15 +11,13 @@ from torch import Tensor, nn
 
 from .engine.sharded import nothing
 
-# what constructors call by convention, besides `_init_weights` that takes a layer
-_LOST = ("_init_weights", "init_weights", "initialize_weights")
-
 
 class Initializer:
     """Gives parameters and buffers on the meta device memory, and the values of their modules.
 
-    A layer is initialised by its ``reset_parameters()``, or by ``_reset_parameters()`` as torch
-    calls it in attention and transformers, and then by ``_init_weights(layer)`` of the nearest
+    A layer, and a module around it that has no parameters elsewhere, is initialised by its
+    ``reset_parameters()``, or by ``_reset_parameters()`` as torch calls it in attention and
+    transformers, and then by ``_init_weights(layer)`` of the nearest
     module around it that has this method, as Hugging Face's models and others of their kind do it
     in their constructors, where it is lost on the meta device.
 
@@ -31,11 +28,11 @@ class Initializer:
 
     def __init__(self, model: nn.Module, loaded: Container[str] = ()) -> None:
         self._model, self._loaded = model, loaded
-        self._told: set[type[nn.Module]] = set()
         self._names = {module: name for name, module in model.named_modules()}
-        # as constructors run: those inside before those around, and in the order of their names
-        self._children_first: dict[Any, None] = {}
-        model.apply(self._children_first.setdefault)
+        # the ids of each module's parameters, as constructors run: those inside before those
+        # around, and in the order of their names
+        self._ids: dict[nn.Module, set[int]] = {}
+        model.apply(lambda m: self._ids.update({m: set(map(id, m.parameters()))}))
 
     def fill_buffers(self) -> None:
         """Initialise running statistics of norm layers, and other buffers by ``_init_weights``;
@@ -71,10 +68,8 @@ class Initializer:
         Raises:
             ValueError: nothing initialises one of them.
         """
-        named = list(parameters)
-        waiting: dict[nn.Module, None] = {}
         unset = []
-        for name, p in named:
+        for name, p in parameters:
             if not p.is_meta:
                 continue
             value = _unset(p.detach())
@@ -84,27 +79,26 @@ class Initializer:
                 owner = self._model.get_submodule(name.rpartition(".")[0])
                 self._require_no_adapter(name, owner)
                 unset.append((name, p, owner))
-                waiting[owner] = None
             torch.utils.swap_tensors(p, nn.Parameter(value, requires_grad=p.requires_grad))
-        chosen = self._with_parents(waiting, {id(p) for _, p, _ in unset})
-        for module in waiting:
-            self._warn_of_lost_code(module, chosen)
-        for module in filter(chosen.__contains__, self._children_first):
-            if module in waiting and hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-            elif _has_private_reset(module):
+        here, owners = {id(p) for _, p, _ in unset}, {owner for *_, owner in unset}
+        # and modules around them that have no parameters elsewhere
+        chosen = [m for m, ids in self._ids.items() if m in owners or (ids and ids <= here)]
+        for module in chosen:
+            reset = getattr(module, "reset_parameters", None) or getattr(
+                module, "_reset_parameters", None
+            )
+            if reset is not None:
                 with torch.no_grad():
-                    module._reset_parameters()
+                    reset()
         # some models initialise layers from the module around them
-        chosen = self._with_parents(waiting, {id(p) for _, p in named})
-        for module in filter(chosen.__contains__, self._children_first):
+        for module in chosen:
             self._init_weights(module)
         for name, p, owner in unset:
-            if not hasattr(owner, "reset_parameters") and _has_unset(p.detach()):
+            if _has_unset(p.detach()):
                 raise ValueError(
-                    f"Parameter {name!r} is on the meta device and {type(owner).__name__} has no"
-                    " `reset_parameters()` to initialise it with. Add that method, or create the"
-                    " module on the CPU."
+                    f"Parameter {name!r} is on the meta device, and no `reset_parameters()` of"
+                    f" {type(owner).__name__} initialises it. Add that method, or create the module"
+                    " on the CPU."
                 )
 
     def _require_no_adapter(self, name: str, module: nn.Module) -> None:
@@ -122,17 +116,6 @@ class Initializer:
                     " `layer.reset_lora_parameters(adapter, True)` (docs/howto/lora.md)."
                 )
 
-    def _with_parents(self, modules: Iterable[nn.Module], here: set[int]) -> dict[nn.Module, None]:
-        """Return the modules, and those around them that have no parameters elsewhere."""
-        found: dict[nn.Module, None] = {}
-        for each in modules:
-            for module in self._upwards(each):
-                if not all(id(p) in here for p in module.parameters()):
-                    break
-                found[module] = None
-            found[each] = None
-        return found
-
     def _upwards(self, module: nn.Module) -> Iterator[nn.Module]:
         """Yield the module, and those around it."""
         yield module
@@ -140,28 +123,6 @@ class Initializer:
         while name:
             name = name.rpartition(".")[0]
             yield self._model.get_submodule(name)
-
-    def _warn_of_lost_code(self, module: nn.Module, called: Container[nn.Module]) -> None:
-        """Warn once of each class whose constructor may have called code that initialises.
-
-        That is also a ``_reset_parameters()`` of a module that is not one of ``called``, since it
-        has parameters in other units.
-        """
-        if self._around(module) is not None:
-            return
-        for around in self._upwards(module):
-            name = next((n for n in _LOST if hasattr(type(around), n)), None)
-            if around not in called and _has_private_reset(around):
-                name = "_reset_parameters"
-            if name is not None and type(around) not in self._told:
-                self._told.add(type(around))
-                warnings.warn(
-                    f"{type(around).__name__}.{name} is not called for layers that were created on"
-                    " the meta device, where a constructor's initialisation is lost: they have what"
-                    " their `reset_parameters()` gives. Write it as `_init_weights(self, layer)`,"
-                    " which is called with each layer.",
-                    stacklevel=2,
-                )
 
     def _init_weights(self, module: nn.Module) -> None:
         if (around := self._around(module)) is not None:
@@ -182,10 +143,6 @@ def _takes_layer(method: object) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def _has_private_reset(module: nn.Module) -> bool:
-    return hasattr(module, "_reset_parameters") and not hasattr(module, "reset_parameters")
 
 
 def _unset(tensor: Tensor) -> Tensor:

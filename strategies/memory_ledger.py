@@ -31,11 +31,7 @@ def by_category(engine: Zero3Engine, module: nn.Module) -> dict[str, int]:
         "reduce_buffer": engine.reducer.buffer.nbytes,
         "optimizer_state": on_device(kept),
         "host": sum(tensor.nbytes for tensor in everything) - on_device(everything),
-        "buffers": sum(
-            t.nbytes
-            for b in module.buffers()
-            for t in ((b._indices(), b._values()) if b.is_sparse else (b,))
-        ),
+        "buffers": sum(buffer.nbytes for buffer in module.buffers()),
     }
 
 

@@ -214,12 +214,11 @@ def _lay_out(
     """Return the units that an engine with these ``options`` would have; nothing is allocated."""
     is_alone = _is_alone(options, world_size)
     ranks: Any = SimpleNamespace(alone=is_alone, world_size=world_size)
-    dtypes = options["slot_dtype"], options["wire_dtype"]
     parts, trained = (
         find_units(module, options["unit_policy"]),
         trained_parameters(module, optimizers),
     )
-    return build_units(parts, trained, *dtypes, ranks, offload=options["offload"])
+    return build_units(parts, trained, options["slot_dtype"], ranks, offload=options["offload"])
 
 
 def count_state(
@@ -244,22 +243,13 @@ def count_state(
     Returns:
         bytes by what they are for; "host" is what offload keeps in host memory of all this.
     """
-    offload, found = (
-        options["offload"],
-        State(
-            buffers=sum(
-                t.nbytes
-                for b in module.buffers()
-                for t in ((b._indices(), b._values()) if b.is_sparse else (b,))
-            )
-        ),
-    )
+    offload, found = options["offload"], State(buffers=sum(b.nbytes for b in module.buffers()))
     for chunk in (chunk for unit in units for chunk in unit.chunks):
         nbytes = chunk.layout.shard_numel * chunk.master_dtype.itemsize
         if isinstance(chunk, HostChunk):
             found["host"] += sum(chunk.sizes())
             if offload.kind == "optimizer":
-                found["parameters"] += chunk.layout.shard_numel * chunk.wire_dtype.itemsize
+                found["parameters"] += chunk.layout.shard_numel * chunk.dtype.itemsize
         else:
             found["parameters"] += nbytes
             found["gradients"] += nbytes * chunk.trained

@@ -126,9 +126,6 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         keep_in_fp32: patterns of names of modules or parameters (``"*.router"``) that "bf16-mixed"
             and "16-mixed" gather in fp32, though they are linear or convolution layers: for layers
             that the model runs with autocast off.
-        gather_dtype: "bf16" sends fp32 parameters as bfloat16, except those in ``keep_in_fp32``:
-            layers compute in fp32 with rounded weights. The shards that the optimizer steps on stay
-            exact.
         reduce_dtype: "bf16" sends fp32 gradients as bfloat16; ranks add them up in fp32 and in rank
             order.
         reduce_once: with ``accumulate_grad_batches``, each rank adds up the gradients of its
@@ -184,7 +181,6 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         unit_policy: Sequence[type[nn.Module] | str] | None | UnitPolicy = None,
         shard_size: int | None = None,
         keep_in_fp32: Sequence[str] | str = (),
-        gather_dtype: WireDtype | None = None,
         reduce_dtype: WireDtype | None = None,
         reduce_once: bool = False,
         # Dicts are taken for the three classes of options, too. They are not annotated: the CLI
@@ -217,7 +213,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self._shard_size = shard_size
         patterns = [keep_in_fp32] if isinstance(keep_in_fp32, str) else keep_in_fp32
         self._keep_in_fp32 = tuple(patterns)
-        self._gather_dtype, self._reduce_dtype = wire_dtype(gather_dtype), wire_dtype(reduce_dtype)
+        self._reduce_dtype = wire_dtype(reduce_dtype)
         self._reduce_once = reduce_once
         self._data = DataHooks(_as_options("data", data, DataOptions))
         self._checkpoints = _as_options("checkpoint", checkpoint, CheckpointOptions)
@@ -334,7 +330,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         if self.global_rank == 0:
             size, is_on_gpu = self._communicator.world_size, self.root_device.type != "cpu"
             its = self._groups.steppings, self._engine_options(), size, is_on_gpu
-            told = f"{len(self.engine.units)} unit{'s' * (len(self.engine.units) > 1)}"
+            told = f"{len(self.engine.units)} unit{'s' * (len(self.engine.units) != 1)}"
             # an optimizer or a model that cannot be counted must not end a run
             with suppress(Exception):
                 state = count_state(self.engine.units, module, *its)
@@ -370,7 +366,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         module, options = self._trainer.lightning_module, self._engine_options()
         budget = options.pop("activations")
         if self._communicator.world_size == 1:  # sends nothing, also where offload copies shards
-            options |= {"wire_dtype": lambda name, p: torch.float32, "reduce_dtype": None}
+            options["reduce_dtype"] = None
         initial_values = Initializer(module, self.pending_keys())
         initial_values.fill_buffers()
         engine = Zero3Engine(
@@ -391,12 +387,10 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         module = self._trainer.lightning_module
         kept = kept_names(module, self._keep_in_fp32, self.precision_plugin.precision)
         dtypes = gather_dtypes(module, self.precision_plugin.precision, kept)
-        wire = self._gather_dtype or torch.float32
         return {
             "unit_policy": self.unit_policy,
             "unit_class": CheckedUnit if self._debug else Unit,
             "slot_dtype": lambda name, p: dtypes.get(name, p.dtype),
-            "wire_dtype": lambda name, p: torch.float32 if name in kept else wire,
             "reduce_dtype": self._reduce_dtype,
             "reduce_once": self._reduce_once,
             "offload": self._offload,

@@ -29,7 +29,7 @@ from .process_group import (
     Pending,
     Work,
 )
-from .rounding import ROOM, narrow, widen
+from .rounding import ROOM, narrow
 
 __all__ = [
     "LOOK_FOR",
@@ -49,5 +49,4 @@ __all__ = [
     "narrow",
     "require_same_settings",
     "require_same_values",
-    "widen",
 ]

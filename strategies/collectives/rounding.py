@@ -1,9 +1,9 @@
-"""In-place rounding of fp32 values that travel in a 16-bit dtype, and the way back.
+"""In-place rounding of fp32 values that travel in a 16-bit dtype.
 
 A value is rounded once, and sums are taken in fp32. A buffer of n fp32 values has room for 2n
 16-bit ones: the values that are sent lie in its first half, and those that arrive land in the
 second. They are converted a block at a time, by way of a scratch that the caller keeps, because a
-block's source and target may overlap. No block is written where a later one is still to be read.
+block's source and target may overlap.
 """
 
 from __future__ import annotations
@@ -21,18 +21,7 @@ def narrow(buffer: Tensor, dtype: torch.dtype, room: Tensor) -> Tensor:
     The result is [n, ``dtype``]. ``room`` [:data:`ROOM`, uint8] is overwritten.
     """
     low = buffer.view(dtype)[: buffer.numel()]
-    _convert(buffer, low, room.view(dtype))
+    block = room.view(dtype)
+    for source, target in zip(buffer.split(_BLOCK), low.split(_BLOCK), strict=True):
+        target.copy_(block[: len(source)].copy_(source))
     return low
-
-
-def widen(buffer: Tensor, dtype: torch.dtype, room: Tensor) -> None:
-    """Widen the second half of ``buffer`` [n, fp32], which is [n, ``dtype``], to all of it.
-
-    ``room`` [:data:`ROOM`, uint8] is overwritten.
-    """
-    _convert(buffer.view(dtype)[buffer.numel() :], buffer, room.view(dtype))
-
-
-def _convert(values: Tensor, to: Tensor, room: Tensor) -> None:
-    for source, target in zip(values.split(_BLOCK), to.split(_BLOCK), strict=True):
-        target.copy_(room[: len(source)].copy_(source))

@@ -17,10 +17,9 @@ from ..support.torch_internals import DisableTorchFunctionSubclass
 class _Place(NamedTuple):
     """Where a module has a buffer."""
 
-    table: dict[str, Tensor | None]
+    module: nn.Module
     key: str
     buffer: Tensor
-    module: nn.Module
 
 
 # A buffer, the number of writes to it, and its address. The tensor itself: a number or an address
@@ -36,7 +35,7 @@ class Buffers:
     is written to ``buffer.data``; others when torch has counted a change, so constant ones (masks,
     rotary tables) with ``persistent=False`` cost nothing. A buffer that got another shape on some
     rank (a table that grows with a rank's own sequences) is each rank's own until all have one
-    shape; so is one that is sparse, nested or quantized.
+    shape.
     """
 
     def __init__(
@@ -45,32 +44,21 @@ class Buffers:
         self._model, self._collectives, self._device = model, collectives, device
         self._seen: dict[str, _Seen] = {}  # when they were rank 0's
         self.look_again()
-        # by the object, not by its id: one that dies here leaves that to a new buffer
-        moved: dict[Tensor, Tensor] = {}
-        for name, (table, key, buffer, module) in self._find().items():
-            if not (_is_dense(buffer) or key in module._non_persistent_buffers_set):
-                raise ValueError(
-                    f"Buffer {name!r} is sparse, nested or quantized, and checkpoints hold dense"
-                    " tensors only. Register it with `persistent=False`, or make it dense."
-                )
-            if buffer not in moved:
-                moved[buffer] = buffer.to(device)
-            table[key] = moved[buffer]
+        for module, key, buffer in self._find().values():
+            module._buffers[key] = buffer.to(device)
         self.synchronize()
 
     def look_again(self) -> None:
         """Modules came, went or have other names: local."""
-        self._tables = [
-            (f"{n}.".lstrip("."), m, m._buffers) for n, m in self._model.named_modules()
-        ]
+        self._modules = [(f"{n}.".lstrip("."), m) for n, m in self._model.named_modules()]
 
     def _find(self) -> dict[str, _Place]:
         """All buffers, by name."""
         return {
-            prefix + key: _Place(table, key, buffer, module)
-            for prefix, module, table in self._tables
-            if table  # most have none
-            for key, buffer in table.items()
+            prefix + key: _Place(module, key, buffer)
+            for prefix, module in self._modules
+            if module._buffers  # most have none
+            for key, buffer in module._buffers.items()
             if buffer is not None
         }
 
@@ -83,25 +71,14 @@ class Buffers:
             return bytes(len(self._alike)) + b"\1"
         return bytes([_has_changed(found[name], self._seen[name]) for name in self._alike]) + b"\0"
 
-    def all(self) -> list[Tensor]:
-        """All buffers."""
-        return [place.buffer for place in self._find().values()]
-
     def keep(self) -> Callable[[], None]:
         """Copy all buffers to the CPU; the result puts them back, assigned ones too."""
-        kept = [
-            (
-                *place[:3],
-                place.buffer.detach().to("cpu", copy=True) if _is_dense(place.buffer) else None,
-            )
-            for place in self._find().values()
-        ]
+        kept = [(p, p.buffer.detach().to("cpu", copy=True)) for p in self._find().values()]
 
         def put_back() -> None:
-            for table, key, b, copy in kept:
-                table[key] = b
-                if copy is not None and not torch.equal(b.cpu(), copy):
-                    _write(b, copy)
+            for (module, key, buffer), copy in kept:
+                module._buffers[key] = buffer
+                _write(buffer, copy)
 
         return put_back
 
@@ -120,71 +97,53 @@ class Buffers:
         else:
             marked = zip(self._alike, chosen, strict=False)
             names = [n for n, is_one in marked if is_one and n in found]  # else removed since
-        if self._collectives.world_size > 1:
-            self._copy([found[name] for name in names if found[name].buffer.numel()])
+        if names and self._collectives.world_size > 1:
+            self._copy([found[name] for name in names])
             found = self._find()
-        self._seen |= {name: _look(found[name]) for name in names}
+        self._seen |= {name: _look(found[name].buffer) for name in names}
 
     def _copy(self, places: list[_Place]) -> None:
         """Of rank 0, to the other ranks."""
-        if not places:
-            return
-        # a forward may assign any
-        parts = [_plain(b).view(-1).view(torch.uint8).to(self._device) for _, _, b, _ in places]
+        parts = [
+            place.buffer.detach().contiguous().view(-1).view(torch.uint8).to(self._device)
+            for place in places  # a forward may assign any
+        ]
         packed = self._collectives.broadcast(torch.cat(parts))
         if not self._collectives.global_rank:
             return
         before = {id(seen[0]) for seen in self._seen.values()}
         assigned: dict[Tensor, Tensor] = {}
-        for (table, key, b, _), part in zip(
-            places, packed.split([part.numel() for part in parts]), strict=True
-        ):
+        sizes = [part.numel() for part in parts]
+        for (module, key, b), part in zip(places, packed.split(sizes), strict=True):
             # cloned: a view of a dtype must be aligned
             value = part.clone().view(b.dtype).view(b.shape)
             if id(b) in before:
                 _write(b, value)
             else:  # autograd may have saved it
-                table[key] = assigned.setdefault(b, _like(b, value))
+                module._buffers[key] = assigned.setdefault(b, value)
 
 
 def _kinds(found: dict[str, _Place]) -> dict[str, tuple[object, ...]]:
-    """Shape and dtype of dense buffers."""
-    return {
-        n: (tuple(p.buffer.shape), p.buffer.dtype) for n, p in found.items() if _is_dense(p.buffer)
-    }
+    return {n: (tuple(p.buffer.shape), p.buffer.dtype) for n, p in found.items()}
 
 
-def _look(place: _Place) -> _Seen:
-    b = place.buffer
+def _look(buffer: Tensor) -> _Seen:
     with DisableTorchFunctionSubclass():  # else a view of a weight has no address
-        return b, -1 if b.is_inference() else b._version, b.data_ptr()
+        version = -1 if buffer.is_inference() else buffer._version
+        return buffer, version, buffer.data_ptr()
 
 
 def _has_changed(place: _Place, seen: _Seen) -> bool:
-    table, _, buffer, module = place
-    local = module._non_persistent_buffers_set
-    saved = [each for key, each in table.items() if each is not None and key not in local]
+    module, _, buffer = place
     # torch counts no writes of what was made under inference_mode, and of what a script writes
     if buffer.is_inference() or isinstance(module, torch.jit.ScriptModule):
         return True
-    now = _look(place)
+    local = module._non_persistent_buffers_set
+    saved = [each for key, each in module._buffers.items() if each is not None and key not in local]
+    now = _look(buffer)
     return any(map(torch.is_floating_point, saved)) or now[0] is not seen[0] or now[1:] != seen[1:]
-
-
-def _plain(buffer: Tensor) -> Tensor:
-    """Its elements one after another; its own memory if they are."""
-    return buffer.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _write(buffer: Tensor, value: Tensor) -> None:
     with torch.inference_mode():  # what was made under it can be written in no other way
         buffer.copy_(value)
-
-
-def _like(buffer: Tensor, value: Tensor) -> Tensor:
-    with torch.inference_mode(buffer.is_inference()):
-        return torch.empty_like(buffer).copy_(value).requires_grad_(buffer.requires_grad)
-
-
-def _is_dense(buffer: Tensor) -> bool:
-    return buffer.layout is torch.strided and not buffer.is_quantized and not buffer.is_nested

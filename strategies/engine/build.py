@@ -4,12 +4,9 @@ never holds it all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -48,7 +45,6 @@ def build_units(
     parts: Sequence[UnitModules],
     trained: set[int],
     slot_dtype: SlotDtype,
-    wire_dtype: SlotDtype,
     collectives: LocalCollectives,
     unit_class: type[Unit] = Unit,
     offload: Offload | None = None,
@@ -57,17 +53,14 @@ def build_units(
     units = []
     budget = 0 if offload is None else offload.budget
     for index, part in enumerate(parts):
-        buckets: dict[tuple[bool, torch.dtype, torch.dtype, torch.dtype], list[Entry]] = {}
+        buckets: dict[tuple[bool, torch.dtype, torch.dtype], list[Entry]] = {}
         for name, p in part.parameters.items():
             _check_parameter(name, p)
             is_trained = id(p) in trained and (p.is_floating_point() or p.is_complex())
             # a single rank unshards nothing: its parameters view their shards
             slot = p.dtype if collectives.alone else slot_dtype(name, p)
-            wires = slot == torch.float32 and not collectives.alone
-            wire = wire_dtype(name, p) if wires else slot
-            buckets.setdefault((is_trained, slot, wire, p.dtype), []).append(
-                Entry(name, p, is_trained)
-            )
+            bucket = buckets.setdefault((is_trained, slot, p.dtype), [])
+            bucket.append(Entry(name, p, is_trained))
         chunks = [
             _chunk(bucket, dtypes, collectives.world_size)
             for (_, *dtypes), bucket in buckets.items()
@@ -108,68 +101,31 @@ def _check_parameter(name: str, p: nn.Parameter) -> None:
 
 
 def check_memory(model: nn.Module) -> None:
-    """A ValueError if a parameter shares memory with another, a buffer or a tensor in an attribute
-    of a module.
+    """A ValueError if a parameter begins where another, a buffer or a tensor in an attribute of a
+    module does.
 
     These would see its changes until it is sharded, but not after.
     """
-    places = [
-        (tensor.data_ptr(), name, isinstance(tensor, nn.Parameter), _place(tensor))
-        for name, tensor in (
-            *model.named_parameters(),
-            *model.named_buffers(),
-            *_attributes(model),
-        )
-        if not (is_sharded(tensor) or tensor.is_meta)
-        and tensor.layout == torch.strided
-        and tensor.numel()
-    ]
-    earlier: list[Any] = []  # those that reach beyond the start of the next one
-    for place in sorted(places, key=lambda each: each[:2]):
-        _, name, is_parameter, here = place
-        earlier = [each for each in earlier if np.may_share_memory(each[-1], here)]
-        for _, other, is_other_parameter, there in earlier:
-            # buffers stay whole
-            if (is_parameter or is_other_parameter) and np.shares_memory(there, here):
-                raise ValueError(
-                    f"{other!r} and {name!r} share memory, and after sharding they would not. To"
-                    " tie two layers let both have the same parameter (`head.weight ="
-                    " embedding.weight`, without `.data`), else use `.clone()`."
-                )
-        earlier.append(place)
-
-
-def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in plain attributes of modules, and in lists, tuples and dicts there."""
-    for prefix, module in model.named_modules():
-        for name, value in vars(module).items():
-            if f"{name}_orig" in module._parameters:
-                continue  # it is made anew before each forward (`nn.utils.spectral_norm`)
-            items = (
-                value.values()
-                if isinstance(value, dict)
-                else value
-                if isinstance(value, list | tuple)
-                else (value,)
-            )
-            yield from (
-                (f"{prefix}.{name}".lstrip("."), item)
-                for item in items
-                if type(item) is Tensor and name != "_buffers"
-            )
-
-
-def _place(tensor: Tensor) -> np.ndarray:
-    """An array where ``tensor`` lies; nobody looks at its elements, so the memory may be a
-    device's.
-    """
-    strides = tuple(step * tensor.itemsize for step in tensor.stride())
-    place = {"version": 3, "typestr": f"|V{tensor.itemsize}", "data": (tensor.data_ptr(), True)}
-    return np.asarray(
-        SimpleNamespace(
-            __array_interface__={**place, "shape": tuple(tensor.shape), "strides": strides}
-        )
+    attributes = (
+        (f"{prefix}.{name}".lstrip("."), value)
+        for prefix, module in model.named_modules()
+        for name, value in vars(module).items()
+        # some are made anew before each forward (`nn.utils.spectral_norm`)
+        if type(value) is Tensor and f"{name}_orig" not in module._parameters
     )
+    seen: dict[int, str] = {}  # address -> parameter
+    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *attributes):
+        is_elsewhere = is_sharded(tensor) or tensor.is_meta or tensor.layout != torch.strided
+        if is_elsewhere or not tensor.numel():
+            continue
+        if (other := seen.get(tensor.data_ptr())) is not None:
+            raise ValueError(
+                f"{name!r} and {other!r} share memory, and after sharding they would not. To"
+                " tie two layers let both have the same parameter (`head.weight ="
+                " embedding.weight`, without `.data`), else use `.clone()`."
+            )
+        if isinstance(tensor, nn.Parameter):
+            seen[tensor.data_ptr()] = name
 
 
 def check_same_structure(
@@ -220,11 +176,6 @@ def fill_shards(
     """
     for unit in units:
         initialize((entry.name, entry.parameter) for entry in unit.entries)
-        for entry in unit.entries:
-            if entry.parameter.is_meta:
-                raise ValueError(
-                    f"Parameter {entry.name!r} is on the meta device, and has no value to shard."
-                )
         for chunk in unit.chunks:
             buffer = torch.zeros(chunk.layout.numel, dtype=chunk.master_dtype, device=device)
             parameters = [entry.parameter for entry in chunk.entries]

@@ -1,5 +1,5 @@
-"""What this rank keeps of the parameters of a unit that are trained or not, kept, unsharded and
-sent in the same dtypes: one flat shard of their values, and one of their gradients.
+"""What this rank keeps of the parameters of a unit that are trained or not, kept and
+unsharded in the same dtypes: one flat shard of their values, and one of their gradients.
 
 ::
 
@@ -81,6 +81,7 @@ class Chunk:
     """See the module's docstring."""
 
     values: Tensor  # [shard], the master values; padding is zero
+    source: Tensor  # [shard], what unshards send of it
     device: torch.device  # that computes with them
     numbers: slice  # of its parameters, among all that are trained
     gradients: Tensor | None = None  # [shard], reduced; None: nobody needs the memory now
@@ -92,11 +93,10 @@ class Chunk:
         entries: list[Entry],
         layout: ChunkLayout,
         dtype: torch.dtype,
-        wire_dtype: torch.dtype,
         master_dtype: torch.dtype,
     ) -> None:
         self.entries, self.layout = entries, layout
-        self.dtype, self.wire_dtype, self.master_dtype = dtype, wire_dtype, master_dtype
+        self.dtype, self.master_dtype = dtype, master_dtype
         self.trained = entries[0].trained
 
     @property
@@ -106,7 +106,7 @@ class Chunk:
 
     def own(self, values: Tensor, rank: int) -> None:
         """Keep ``values`` [shard], this rank's, and find its part of each parameter there."""
-        self.device, self.values = values.device, values
+        self.device, self.values, self.source = values.device, values, values
         self._find_parts(values, rank)
 
     def _find_parts(self, values: Tensor, rank: int) -> None:
@@ -127,11 +127,6 @@ class Chunk:
 
     def begin_write(self) -> None:
         """Its values, or parts of it, are going to be written to."""
-
-    @property
-    def source(self) -> Tensor:
-        """[shard] What unshards send of it."""
-        return self.values
 
     def room_for_gradients(self) -> Tensor:
         """The memory of :attr:`gradients`, which hold nothing unless they :attr:`has_sums`."""

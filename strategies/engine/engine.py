@@ -70,8 +70,6 @@ class Zero3Engine(Access):
         unit_policy: see :func:`~.partition.find_units`.
         slot_dtype: dtype that a parameter is unsharded in, from its name and itself; its own by
             default.
-        wire_dtype: dtype in which a parameter travels to an fp32 buffer, from its name and itself;
-            fp32 by default.
         reduce_dtype: dtype in which fp32 gradients travel; they are added up in fp32 in any case.
         unit_class: a :class:`Unit`, perhaps one that checks what is done to it; not on one rank.
         reduce_once: make :meth:`accumulate` hold gradients; costs a full-size fp32 gradient on
@@ -98,7 +96,6 @@ class Zero3Engine(Access):
         collectives: LocalCollectives,
         unit_policy: UnitPolicy | None = None,
         slot_dtype: SlotDtype = lambda name, parameter: parameter.dtype,
-        wire_dtype: SlotDtype = lambda name, parameter: torch.float32,
         reduce_dtype: torch.dtype | None = None,
         reduce_once: bool = False,
         unit_class: type[Unit] = Unit,
@@ -110,9 +107,7 @@ class Zero3Engine(Access):
         self.device, self.collectives = device, collectives
         trained = trained_parameters(model, optimizers)
         parts = find_units(model, unit_policy)
-        self.units = build_units(
-            parts, trained, slot_dtype, wire_dtype, collectives, unit_class, offload
-        )
+        self.units = build_units(parts, trained, slot_dtype, collectives, unit_class, offload)
         self.chunks = [chunk for unit in self.units for chunk in unit.chunks]
         hosted = [chunk for chunk in self.chunks if isinstance(chunk, HostChunk)]
         self.entries = {id(e.parameter): e for unit in self.units for e in unit.entries}
@@ -201,9 +196,9 @@ class Zero3Engine(Access):
         self.close()
 
     def rounds(self, parameter: nn.Parameter) -> bool:
-        """Whether an unshard rounds it, to what autocast would or what travels."""
+        """Whether an unshard rounds it, as autocast would."""
         chunk = self.entries[id(parameter)].chunk
-        return chunk.wire_dtype != chunk.master_dtype
+        return chunk.dtype != chunk.master_dtype
 
     # --------------------------------------------------------------------------------------- a step
 

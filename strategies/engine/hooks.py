@@ -65,14 +65,6 @@ class ModuleHook(partial):
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleHook, (_nothing,)
 
-    @property
-    def __name__(self) -> str:
-        """Whoever asks is `torch.jit.script`, which compiles hooks with their module."""
-        raise AttributeError(
-            "`torch.jit.script` was called while parameters are sharded.\nScript inside of `with"
-            " trainer.strategy.gathered(module):`, which all ranks enter."
-        )
-
 
 def _nothing(*args: Any) -> None:
     """In place of a hook."""

@@ -60,8 +60,7 @@ class Offload:
         """``chunk``, in host memory if it belongs there."""
         if self.kind == "optimizer" and not chunk.trained:
             return chunk
-        dtypes = chunk.dtype, chunk.wire_dtype, chunk.master_dtype
-        return HostChunk(chunk.entries, chunk.layout, *dtypes)
+        return HostChunk(chunk.entries, chunk.layout, chunk.dtype, chunk.master_dtype)
 
 
 def processors_near(device: torch.device) -> set[int]:
@@ -102,42 +101,34 @@ class HostMemory:
 
     `pin_memory` would round each tensor up to a power of two.
 
+    Attributes:
+        nbytes: its size.
+        taken: bytes that were given away; 0 as nothing is in use any more.
+
     Raises:
-        RuntimeError: there is not so much, or it cannot be registered.
+        OSError: there is not so much.
+        RuntimeError: it cannot be registered, as the limit of locked memory is lower (`ulimit -l`).
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        size = f"{nbytes / 2**30:.1f} GiB"
-        try:
-            # hazard: loaders fork. Shared pages stay where the device has them; of private ones the
-            # process would get other ones as it writes, or each fork a copy.
-            pages = mmap.mmap(-1, max(nbytes, 1))
-        except OSError as error:
-            raise RuntimeError(
-                f"The host has no {size} of memory for offload ({error.strerror}).\nOffload less (a"
-                " size of what stays on the device), or run fewer ranks on a host."
-            ) from error
+        # hazard: loaders fork. Shared pages stay where the device has them; of private ones the
+        # process would get other ones as it writes, or each fork a copy.
+        pages = mmap.mmap(-1, max(nbytes, 1))
         self._memory = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
-        self.nbytes, self._taken = nbytes, 0
+        self.nbytes, self.taken = nbytes, 0
         if device.type == "cuda" and nbytes:
             runtime, start = torch.cuda.cudart(), self._memory.data_ptr()
-            code = int(runtime.cudaHostRegister(start, nbytes, 0))
-            if code != 0:
-                raise RuntimeError(
-                    f"CUDA cannot register {size} of host memory for offload (error {code}).\nRaise"
-                    " the limit of locked memory (`ulimit -l`), or offload less."
-                )
+            torch.cuda.check_error(runtime.cudaHostRegister(start, nbytes, 0))
             weakref.finalize(self._memory, runtime.cudaHostUnregister, start)
 
-    def rewind(self) -> None:
-        """Nothing of it is in use."""
-        self._taken = 0
-
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """[numel] of it."""
-        start = self._taken
-        stop = start + numel * dtype.itemsize
-        self._taken = round_up(stop, REGION_BYTES)
+        """[numel] of it, or of other memory if so much is not left: what is copied from and to that
+        goes by way of the host.
+        """
+        start, stop = self.taken, self.taken + numel * dtype.itemsize
+        self.taken = round_up(stop, REGION_BYTES)
+        if stop > self.nbytes:
+            return torch.empty(numel, dtype=dtype, device="cpu")
         return self._memory[start:stop].view(dtype)
 
 
@@ -174,17 +165,17 @@ class HostChunk(Chunk):
     stored: Any = None  # the end of the last copy to its gradients
     _ticket: Future[None] | None = None  # what the worker has to do
     _read: Any = None  # the end of the last copy from its values
-    _rounded: Tensor | None = None  # [shard] the values in the dtype that is sent, if another
-    _sent: Tensor | None = None  # [shard] on the device, with "optimizer"
+    _rounded: Tensor  # [shard] the values in the dtype that is sent; themselves, if it is theirs
+    source: Tensor  # [shard] what is sent: on the device with "optimizer", else the rounded values
     _is_rounded = False  # `_rounded` is of the values as they are
-    _is_sent = False  # so is `_sent`
+    _is_loaded = False  # so is `source`
 
     def sizes(self) -> list[int]:
         """Bytes of each tensor that it has in host memory."""
         numel = self.layout.shard_numel
         sizes = [numel * self.master_dtype.itemsize] * (2 if self.trained else 1)
-        rounds = self.wire_dtype != self.master_dtype
-        return [*sizes, numel * self.wire_dtype.itemsize] if rounds else sizes
+        rounds = self.dtype != self.master_dtype
+        return [*sizes, numel * self.dtype.itemsize] if rounds else sizes
 
     def own(self, values: Tensor, rank: int) -> None:
         """See :meth:`Chunk.own`."""
@@ -194,15 +185,15 @@ class HostChunk(Chunk):
         self._values.copy_(values)
         if self.trained:
             self._gradients = take(numel, self.master_dtype)
-        if self.wire_dtype != self.master_dtype:
-            self._rounded = take(numel, self.wire_dtype)
+        is_same = self.dtype == self.master_dtype
+        self._rounded = self.source = self._values if is_same else take(numel, self.dtype)
         if self.host.kind == "optimizer":
-            self._sent = torch.empty(numel, dtype=self.wire_dtype, device=self.host.device)
+            self.source = torch.empty(numel, dtype=self.dtype, device=self.host.device)
         self._find_parts(self._values, rank)
 
     def shards(self) -> list[Tensor]:
         """See :meth:`Chunk.shards`."""
-        return [t for t in (self._values, self._rounded, self._sent) if t is not None]
+        return list(dict.fromkeys([self._values, self._rounded, self.source]))
 
     # ---------------------------------------------------------------------------------- who waits
 
@@ -212,17 +203,11 @@ class HostChunk(Chunk):
             ticket.result()
             self._ticket = None
 
-    def _require_quiet(self) -> None:
-        if self._read is not None:
-            # hazard: writing to memory that a copy engine still reads
-            self.streams[0].wait(self._read)
-            self._read = None
-
     def begin_write(self) -> None:
         """See :meth:`Chunk.begin_write`."""
         self.wait_for_host()
-        self._require_quiet()
-        self._is_rounded = self._is_sent = False
+        self._is_rounded = self._is_loaded = False
+        self.streams[0].wait(self._read)  # hazard: writing to what a copy engine still reads
 
     def read(self) -> Tensor:
         """See :meth:`Chunk.read`."""
@@ -248,34 +233,26 @@ class HostChunk(Chunk):
 
     # ------------------------------------------------------------------------------------- unshard
 
-    @property
-    def source(self) -> Tensor:
-        """See :attr:`Chunk.source`."""
-        on_host = self._values if self._rounded is None else self._rounded
-        return on_host if self._sent is None else self._sent
-
     def begin_load(self) -> None:
         """What :meth:`load` and the unshard read is there; on the host."""
         self.wait_for_host()  # hazard: sending values of before the step
         if not self._is_rounded:
-            self._require_quiet()
+            self.streams[0].wait(self._read)  # hazard: as in `begin_write`
             self._round()
 
     def load(self) -> None:
         """In the stream of unshards: the device gets what has changed."""
-        if self._sent is not None and not self._is_sent:
-            on_host = self._values if self._rounded is None else self._rounded
-            self._sent.copy_(on_host, non_blocking=True)
-            self._is_sent = True
+        if not self._is_loaded:
+            self.source.copy_(self._rounded, non_blocking=True)
+            self._is_loaded = True
 
     def end_load(self, mark: Any) -> None:
         """The copies end at ``mark``."""
         self._read = mark
 
     def _round(self) -> None:
-        if self._rounded is not None:
-            self._rounded.copy_(self._values)
-        self._is_rounded, self._is_sent = True, False
+        self._rounded.copy_(self._values)
+        self._is_rounded, self._is_loaded = True, False
 
     # -------------------------------------------------------------------------------------- reduce
 
@@ -297,7 +274,6 @@ class HostChunk(Chunk):
 
     def step_with(self, work: Callable[[Tensor], None]) -> None:
         """Let the worker change the values by ``work``, which gets the gradients."""
-        read, self._read = self._read, None
         before = self._ticket
 
         def step() -> None:
@@ -305,7 +281,7 @@ class HostChunk(Chunk):
                 before.result()  # has failed, perhaps
             try:
                 with torch.no_grad():
-                    self._step(work, read)
+                    self._step(work)
             except Exception as error:
                 entry = self.entries[0]
                 raise RuntimeError(
@@ -316,8 +292,8 @@ class HostChunk(Chunk):
 
         self._ticket = self.host.worker.submit(step)
 
-    def _step(self, work: Callable[[Tensor], None], read: Any) -> None:
-        self.streams[0].wait(read)  # hazard: as in `_require_quiet`
+    def _step(self, work: Callable[[Tensor], None]) -> None:
+        self.streams[0].wait(self._read)  # hazard: as in `begin_write`
         # nothing is stored before this step is over: `Gradients.begin_backward` waits for it
         self.streams[1].wait(self.stored)  # hazard: stepping with sums that still arrive
         work(self._gradients)

@@ -66,12 +66,8 @@ class SavedTensors:
 
         None: of all, because what is no `Exception` has ended forwards: torch calls no hooks then.
         """
-        for each, _ in self._open if unit is not None else ():
-            if each is unit:
-                break
-        else:
-            if unit is not None:
-                return  # it did not
+        if unit is not None and unit not in dict(self._open):
+            return  # it did not begin
         while self._open:
             left, hooks = self._open.pop()
             if hooks is not None:
@@ -111,7 +107,7 @@ class SavedTensors:
                     if tensor.is_conj() or tensor.is_neg():
                         break  # it keeps the memory
                     offset = _data_ptr(tensor) - buffer.start
-                    entry = unit.by_start[bisect_right(unit.starts, offset) - 1]
+                    entry = unit.entries[bisect_right(unit.starts, offset) - 1]
                     version, dtype, size = entry.parameter._version, tensor.dtype, tensor.shape
                     return SavedWeight((unit, entry, version, dtype, size, tensor.stride(), offset))
             # Autograd compares versions itself only where there are no hooks. Detached, because an

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives import LocalCollectives, Work, widen
+from ..collectives import LocalCollectives, Work
 from ..support import profile_range
 from ..support.torch_internals import (
     DisableFuncTorch,
@@ -108,10 +108,9 @@ class Buffer:
         offset = 0
         for chunk in unit.chunks:
             part = self.memory[offset : offset + chunk.nbytes].view(chunk.dtype)
-            sent = part.view(chunk.wire_dtype)[-chunk.layout.numel :]
-            shard = chunk.shard_of(sent, rank)
+            shard = chunk.shard_of(part, rank)
             self.parts.append(part)
-            self.sent.append(sent.view(torch.uint8))
+            self.sent.append(part.view(torch.uint8))
             # `.data` counts its own versions: what autograd has saved is not changed by the same
             # values that are unsharded again
             self.fills.append((shard.data, chunk.source))
@@ -167,15 +166,12 @@ class Unit:
         device = pool.memory.device.type
         lower = {c.dtype for c in self.chunks if c.dtype != c.master_dtype}
         self.rounded = (device, lower.pop()) if lower else None
-        self._narrow = [chunk for chunk in self.chunks if chunk.wire_dtype != chunk.dtype]
         for entry in self.entries:
             entry.absent = absent_like(entry.meta, entry.chunk.dtype, pool.memory.device)
             entry.parameter.data = entry.absent
             entry.seen = entry.parameter._version
-        # where parameters begin [bytes of the buffer], in this order, but those without elements
-        places = [(view.data_ptr() - self.home.start, entry) for entry, view in self.home.views]
-        places.sort(key=lambda place: place[0])
-        self.starts, self.by_start = [s for s, _ in places], [entry for _, entry in places]
+        # where `entries` begin [bytes of the buffer]
+        self.starts = [view.storage_offset() * view.itemsize for _, view in self.home.views]
         self.shard_parameters()
 
     def shard_parameters(self) -> None:
@@ -252,9 +248,8 @@ class Unit:
 
     def _is_kept_from(self) -> bool:
         """Whether somebody holds what another unit has left in the memory."""
-        kept = self.pool.kept
-        for unit in [each for each in kept if not (each.home.is_held() or each.pins)]:
-            del kept[unit]
+        kept = {unit: None for unit in self.pool.kept if unit.home.is_held() or unit.pins}
+        self.pool.kept = kept
         return not self.rivals.isdisjoint(kept)
 
     def _spare(self) -> Buffer:
@@ -270,16 +265,6 @@ class Unit:
             target.copy_(source, non_blocking=True)
         for sent in self.buffer.sent:
             self._pending.append(self._collectives.all_gather(sent, self.labels[Exchange.UNSHARD]))
-        if self._narrow and self._stream.on_device:
-            self._widen()
-
-    def _widen(self) -> None:
-        pending, self._pending = self._pending, []
-        for work in pending:
-            work.wait()
-        for chunk, part in zip(self.chunks, self.buffer.parts, strict=True):
-            if chunk in self._narrow:
-                widen(part, chunk.wire_dtype, self._stream.room)
 
     def wait(self) -> None:
         """Wait until the buffer is filled."""
@@ -289,8 +274,6 @@ class Unit:
                 self._stream.join(self._filled)
             # As in `_fill`: on the CPU it is now that shards are copied.
             with isolated() if dispatch_modes() or _inference() else DisableFuncTorch():
-                if self._narrow and self._pending:
-                    self._widen()
                 for pending in self._pending:
                     pending.wait()
             self._pending = []
@@ -351,10 +334,10 @@ class Unit:
                 if entry.parameter._version == entry.seen:
                     continue
                 entry.seen = entry.parameter._version
-                if chunk.wire_dtype != chunk.master_dtype:
+                if chunk.dtype != chunk.master_dtype:
                     raise ResidencyError(
                         f"Parameter {entry.name!r} was changed in place while it is unsharded in"
-                        f" {chunk.wire_dtype}. That would round its {chunk.master_dtype} value."
+                        f" {chunk.dtype}. That would round its {chunk.master_dtype} value."
                         " Change it outside of its layer's forward, under `torch.no_grad()`."
                     )
                 values = part[offset : offset + entry.size.numel()]

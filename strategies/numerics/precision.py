@@ -215,9 +215,7 @@ def wire_dtype(name: WireDtype | None) -> torch.dtype | None:
         ValueError: ``name`` is neither None nor 'bf16'.
     """
     if name not in (None, "bf16"):
-        raise ValueError(
-            f"gather_dtype and reduce_dtype of Zero3Strategy are 'bf16' or None, not {name!r}."
-        )
+        raise ValueError(f"reduce_dtype of Zero3Strategy is 'bf16' or None, not {name!r}.")
     return torch.bfloat16 if name else None
 
 

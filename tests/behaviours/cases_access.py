@@ -941,21 +941,6 @@ class OwnParameterClass(Kinds):
 
 
 @case
-class LazyModule(Case):
-    """A lazy module without a shape"""
-
-    refused = refused_on_one = "'lazy.weight' has no shape yet"
-
-    def model(self):
-        model = Chain()
-        model.lazy = nn.LazyLinear(DIM)
-        return model
-
-    def loss(self, model, batch):
-        return model.lazy(model(batch)).square().mean()
-
-
-@case
 class UnregisteredParameter(Case):
     """A parameter in a plain list"""
 

@@ -339,8 +339,6 @@ PROMISED: dict[str, tuple[str, ...]] = {
         "buffer-assigned-by-a-script",
         "buffer-of-none",
         "buffer-registered-in-forward",
-        "buffer-sparse",
-        "buffer-sparse-rows",
         "buffer-assigned-in-inference-mode",
     ),
     "Optimizers of torch": (
@@ -542,13 +540,11 @@ NOT_PROMISED: dict[str, tuple[str, ...]] = {
         "parameter-added",
         "sparse-parameter",
         "wrapped-parameter",
-        "lazy-module",
         "shared-memory",
         "buffer-of-a-parameter",
         "blocks-replaced-by-identity",
         "pruned-then-regrouped",
         "view-kept-from-the-start",
-        "buffer-sparse-that-is-saved",
     ),
     "Stays an error: Lightning declines it, or an average is not of each element by itself.": (
         "NotElementwise",
@@ -576,9 +572,6 @@ NOT_PROMISED: dict[str, tuple[str, ...]] = {
         "buffer-that-is-the-batch",
         "buffer-assigned-two-forwards",
         "buffers-of-a-late-module",
-        "buffer-conjugated",
-        "buffer-sparse-that-changes",
-        "buffers-nested-and-quantized",
     ),
     "Constructors and numbers that do not ask the parameter's class, outside its unit's forward.": (
         "number-in-list",

@@ -112,7 +112,6 @@ NOT_UNDER_AUTOCAST = {
     "sparse-values-outside",
     "sparse-rows-of-values",
     "buffers-of-fused-observers",
-    "buffer-sparse-rows",
     "functorch",
     "functorch-by-input",
 }

@@ -269,7 +269,7 @@ ZERO3 = {
     "ragged last batch": {"batch_size": 8, "accumulate_grad_batches": 2, "max_epochs": 9},
     "a change on one rank": {"max_epochs": 6, "callbacks": [Changes]},
     "bf16-mixed, expandable segments": {"precision": "bf16-mixed", "callbacks": [Expandable]},
-    "bf16 on the wire": {"gather_dtype": "bf16", "reduce_dtype": "bf16"},
+    "bf16 on the wire": {"reduce_dtype": "bf16"},
     "16-mixed, activation checkpointing": {"plugins": half, "checkpointed": True},
     "units inside others, accumulation, no validation": {
         "unit_policy": nested,
@@ -292,7 +292,7 @@ REPLAYED = dict.fromkeys(ZERO3, 1 + 3 * 5) | {
     "optimizer": 18 - 1,  # steps of two micro-batches, of which the first is eager
     "resumed": 1 + 4 + 5,  # from the second batch of the second epoch on
 }
-OF_THE_STRATEGY = ("gather_dtype", "reduce_dtype", "unit_policy")
+OF_THE_STRATEGY = ("reduce_dtype", "unit_policy")
 
 
 def zero3_both_ways(rank, world_size, folder):

@@ -17,8 +17,8 @@ WIDTH, BLOCKS = 64, 6
 # One unit is one block: 2 * 4 * 64 * 64 weights and 5 * 64 biases, a multiple of 4 elements for
 # each rank of two or four.
 UNIT_BYTES = 4 * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH)
-# Exchanges in bfloat16, and slots in it.
-ON_THE_WIRE = {"wire_dtype": lambda name, parameter: torch.bfloat16, "reduce_dtype": torch.bfloat16}
+# Gradients travel in bfloat16, and slots in it.
+ON_THE_WIRE = {"reduce_dtype": torch.bfloat16}
 IN_THE_SLOTS = {"slot_dtype": lambda name, parameter: torch.bfloat16}
 
 

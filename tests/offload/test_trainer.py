@@ -108,7 +108,7 @@ SETTINGS = {
     "whole parameters": {"optimizer": "muon"},
     "debug": {"debug": True, "stop_on_nonfinite": True},
     "sharded files": {"checkpoint": {"kind": "sharded"}},
-    "rounded on the wire": {"gather_dtype": "bf16", "reduce_dtype": "bf16"},
+    "rounded on the wire": {"reduce_dtype": "bf16"},
     "double": {"precision": "64-true", "gradient_clip_val": 0.1},
     "once": {"accumulate_grad_batches": 3, "reduce_once": True},
 }
@@ -120,7 +120,6 @@ OF_STRATEGY = {
     "debug",
     "stop_on_nonfinite",
     "checkpoint",
-    "gather_dtype",
     "reduce_dtype",
 }
 

@@ -215,22 +215,6 @@ def test_a_step_that_traces_the_model():
         run_ranks(trace_in_a_step, 2, False, timeout=60)
 
 
-class ScriptedInAStep(Dropping):
-    def training_step(self, batch, batch_index):
-        torch.jit.script(self.own)
-        return super().training_step(batch, batch_index)
-
-
-def script_in_a_step(rank, world_size):
-    runner = trainer(zero3(unit_policy=["Linear"]), world_size, max_steps=2)
-    runner.fit(ScriptedInAStep(), DataLoader(torch.ones(4, 4), batch_size=1))
-
-
-def test_a_step_that_scripts_a_sharded_module():
-    with pytest.raises(AssertionError, match=r"`torch.jit.script` was called .*\nScript inside of"):
-        run_ranks(script_in_a_step, 2, timeout=60)
-
-
 class Watch(pl.Callback):
     """As `wandb.watch`: hooks of parameters take histograms of gradients, a hook of the module those of
     parameters when it has run.
