@@ -27,7 +27,6 @@ from ..launch.process_strategy import ProcessStrategy
 from ..optimizers.param_groups import ParamGroups, whole_parameters
 from ..state_dicts.collective_errors import CheckpointError, run_on_all_ranks
 from ..state_dicts.gather import gather_on_rank_zero
-from ..state_dicts.gradients import load_gradients, sliced_gradients
 from ..state_dicts.model_state import (
     compare_keys,
     load_module,
@@ -62,7 +61,6 @@ from .weights import (
     rename_keys,
 )
 
-_GRADIENTS = "zero3_gradients"
 _LOCAL_ONLY = (
     "sharded checkpoints, and those that are written in the background, lie on a file system that"
     " all ranks see, and take no storage options. Choose one, or the default,"
@@ -71,15 +69,13 @@ _LOCAL_ONLY = (
 
 
 class CheckpointStrategy(ProcessStrategy):
-    """Save and load the parameters, gradients and optimizer states of an engine."""
+    """Save and load the parameters and optimizer states of an engine."""
 
     engine: Zero3Engine | None
     _trainer: pl.Trainer
     _data: DataHooks
     _checkpoints: CheckpointOptions
     _groups: ParamGroups
-    # loaded gradients of an accumulation window that goes on, until training starts
-    _loaded_gradients: Mapping[str, Tensor] | None = None
     _background: BackgroundSave | None = None  # while the model is trained
     _group: dist.ProcessGroup | None = None  # of all ranks, when the model was sharded
     _pending_weights: Sequence[Mapping[str, Any]] = ()  # to load once the model is sharded
@@ -197,10 +193,8 @@ class CheckpointStrategy(ProcessStrategy):
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         self._require_all_ranks(f"Saving {filepath}")
         self._data.save(self._trainer, checkpoint)
-        if "optimizer_states" in checkpoint:
-            if not checkpoint["optimizer_states"] and self._trainer.global_step:
-                rank_zero_warn(f"Saving {filepath}: {NO_STATES}")
-            self._save_gradients(checkpoint)
+        if checkpoint.get("optimizer_states") == [] and self._trainer.global_step:
+            rank_zero_warn(f"Saving {filepath}: {NO_STATES}")
         if self._checkpoints.exclude_frozen and self.engine is not None:
             assert module is not None
             exclude(checkpoint, self._frozen & frozen_names(module))
@@ -262,27 +256,6 @@ class CheckpointStrategy(ProcessStrategy):
         self.engine.collectives.meet(Meeting.SAVE)
         compare_notes(self.engine.collectives)
 
-    def _save_gradients(self, checkpoint: dict[str, Any]) -> None:
-        """Add the gradients of an unfinished accumulation window to the checkpoint; collective.
-
-        With manual optimization Lightning knows of no window: it requires
-        ``accumulate_grad_batches=1``.
-        """
-        # Lightning annotates its `current` with a base class
-        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
-        done = progress.current.processed % self._trainer.accumulate_grad_batches
-        is_over = progress.is_last_batch and progress.current.processed == progress.current.ready
-        if done == 0 or is_over or self.engine is None:
-            return
-        if self._trainer.interrupted:
-            rank_zero_warn(
-                f"An exception ended training after {done} micro-batches of an accumulation window."
-                " Their gradients are not in the checkpoint that is saved now: the first step of a"
-                " run that resumes will lack them."
-            )
-        else:
-            checkpoint[_GRADIENTS] = sliced_gradients(self.engine)
-
     def finish_saving(self) -> None:
         """Wait for a checkpoint that is written in the background; collective.
 
@@ -318,15 +291,8 @@ class CheckpointStrategy(ProcessStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Load gradients of an unfinished window, and let saves run in the background from now on.
-
-        Gradients cannot be loaded earlier: Lightning's ``Trainer._run_stage`` clears them all.
-        """
+        """Let saves run in the background from now on."""
         super().on_train_start()
-        gradients, self._loaded_gradients = self._loaded_gradients, None
-        if gradients is not None:
-            assert self.engine is not None
-            load_gradients(self.engine, gradients)
         self._background = BackgroundSave() if self._checkpoints.background else None
 
     @override
@@ -578,7 +544,6 @@ class CheckpointStrategy(ProcessStrategy):
         """
         self._follow_groups()
         assert self.engine is not None
-        self._loaded_gradients = checkpoint.get(_GRADIENTS)
         states = single_file.named_states(checkpoint)
         require_state_for_each(states, self.optimizers)
         for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
