@@ -28,7 +28,7 @@ from ..state_dicts.gather import replace_tensors, tensors_in
 from ..state_dicts.optimizer_state import name_parameters, number_parameters
 from .regions import ParallelSave, Place, allocate
 from .storage import begin, commit
-from .zip_file import Piece, changed_records, read_records, share_of_checksums, write_checksums
+from .zip_file import Piece, changed, read_records, write_checksums
 
 _SMALL = 1 << 16  # bytes
 
@@ -129,11 +129,15 @@ def load(path: Path, weights_only: bool) -> dict[str, Any]:
     Raises:
         CheckpointError: on all ranks, if the file cannot be read or is not as it was written.
     """
-    fault = changed(path)
-    if fault is not None:
-        raise CheckpointError(f"Loading {path} failed: {fault}")
     checkpoint: dict[str, Any] = {}
-    run_on_all_ranks(f"Loading {path}", lambda: checkpoint.update(read(path, weights_only)))
+
+    def open_file() -> None:
+        # each rank compares the checksums of its share of the records
+        if fault := changed(path, *rank_and_world_size()):
+            raise CheckpointError(fault)
+        checkpoint.update(read(path, weights_only))
+
+    run_on_all_ranks(f"Loading {path}", open_file)
     return checkpoint
 
 
@@ -180,25 +184,3 @@ def _unmapped(tensor: Tensor) -> Tensor:
     is_small = tensor.numel() * tensor.itemsize <= _SMALL  # also of a sparse one
     is_plain = type(tensor) is Tensor and not tensor.requires_grad
     return tensor.clone() if is_plain and is_small else tensor
-
-
-def changed(path: Path) -> str | None:
-    """Compare the checksums of a file, each rank those of its share; collective.
-
-    Files of torch's format before version 1.6 have none, and count as unchanged.
-
-    Returns:
-        on all ranks, what is damaged; None if the records are as they were written.
-
-    Raises:
-        CheckpointError: on all ranks, if the file is not as ``torch.save`` writes it.
-    """
-    part, parts = rank_and_world_size()
-
-    def compute() -> list[Piece] | None:
-        return share_of_checksums(path, part, parts) if zipfile.is_zipfile(path) else None
-
-    shares = run_on_all_ranks(f"Loading {path}", compute)
-    if None in shares:
-        return None
-    return changed_records(path, [piece for share in shares for piece in share or ()])

@@ -32,7 +32,7 @@ from .manifest import INDEX, MANIFEST
 
 _UNFINISHED, _REMOVED = ".zero3-unfinished-", ".zero3-removed-"
 # errors of fsync that mean lost bytes; the others: the file system, or the kind of file, has none
-NOT_WRITTEN = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
+_NOT_WRITTEN = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -256,5 +256,5 @@ def sync(path: Path) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        if error.errno in NOT_WRITTEN:
+        if error.errno in _NOT_WRITTEN:
             raise

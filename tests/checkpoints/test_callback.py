@@ -28,7 +28,7 @@ RECIPE = Recipe(steps=4, optimizer="adamw")
 # kind -> what is said of one that lost a part, and of the place of a changed bit
 KINDS = {
     "sharded": ("incomplete: 1 of 2 shards (__1_0.distcp missing)", "__1_0.distcp"),
-    "file": ("incomplete: the end of the file is missing", r"its record '.*/data/\d+'"),
+    "file": ("incomplete: the end of the file is missing", r"'.*/data/\d+'"),
 }
 
 

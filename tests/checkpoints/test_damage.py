@@ -72,7 +72,7 @@ EXPECTED = {
     "no index": r"incomplete: 2 of 2 shards \(.metadata missing\)",
     "no manifest, missing": "incomplete: __1_0.distcp has 0 of ",
     "file, truncated": "file, truncated.ckpt is incomplete: the end of the file is missing",
-    "file, flipped": "damaged: its record .*/data/[0-9]+' does not have the checksum that it was",
+    "file, flipped": "damaged: '.*/data/[0-9]+' does not have the checksum it was written with",
 }
 
 
