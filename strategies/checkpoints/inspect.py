@@ -15,7 +15,7 @@ from ..support import printable
 from . import manifest, single_file, zip_file
 from .manifest import INDEX, MANIFEST, read_manifest
 from .sharded import ShardedCheckpoint
-from .storage import damage, last_complete
+from .storage import damage
 
 DESCRIPTION = "print names, shapes, dtypes, progress and completeness of a checkpoint"
 
@@ -73,17 +73,16 @@ def describe_folder(path: Path) -> Iterator[str]:
 
 
 def describe_parent(folder: Path) -> Iterator[str]:
-    """Yield a line about each checkpoint in a folder, then the last complete one.
+    """Yield a line about each checkpoint in a folder, the newest last.
 
     Raises:
-        CheckpointError: the folder has no complete checkpoint.
+        CheckpointError: the folder has no checkpoint.
     """
-    for path in sorted(folder.glob("*.ckpt")):
+    paths = sorted(folder.glob("*.ckpt"), key=lambda path: path.lstat().st_mtime)
+    if not paths:
+        raise CheckpointError(f"{folder} is no checkpoint and holds none.")
+    for path in paths:
         yield f"{path.name}: {damage(path) or 'complete'}"
-    last = last_complete(folder)
-    if last is None:
-        raise CheckpointError(f"{folder} is no checkpoint and holds no complete one.")
-    yield f"last complete: {last.name}"
 
 
 def _describe_tensors(state: Any) -> Iterator[str]:

@@ -27,7 +27,7 @@ from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size
 from ..state_dicts.gather import replace_tensors, tensors_in
 from ..state_dicts.optimizer_state import name_parameters, number_parameters
 from .regions import ParallelSave, Place, allocate
-from .storage import begin, commit
+from .storage import begin, commit, damage
 from .zip_file import Piece, changed, read_records, write_checksums
 
 _SMALL = 1 << 16  # bytes
@@ -133,7 +133,7 @@ def load(path: Path, weights_only: bool) -> dict[str, Any]:
 
     def open_file() -> None:
         # each rank compares the checksums of its share of the records
-        if fault := changed(path, *rank_and_world_size()):
+        if fault := damage(path) or changed(path, *rank_and_world_size()):
             raise CheckpointError(fault)
         checkpoint.update(read(path, weights_only))
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -52,7 +52,7 @@ from . import single_file
 from .background import BackgroundSave
 from .frozen import BASE, exclude, frozen_names, require_base
 from .options import CheckpointOptions
-from .storage import choose, is_remote, local, other_complete, point, retire
+from .storage import is_remote, local, point, remove
 from .weights import (
     MAX_FILE_BYTES,
     WeightsSave,
@@ -79,7 +79,6 @@ class CheckpointStrategy(ProcessStrategy):
     _background: BackgroundSave | None = None  # while the model is trained
     _group: dist.ProcessGroup | None = None  # of all ranks, when the model was sharded
     _pending_weights: Sequence[Mapping[str, Any]] = ()  # to load once the model is sharded
-    _links: Set[Path] = frozenset()  # to checkpoints, that this run has made
     # names of what was frozen when the model was sharded and not trained since, to leave out
     _frozen: Set[str] = frozenset()
 
@@ -339,12 +338,11 @@ class CheckpointStrategy(ProcessStrategy):
         if is_remote(filepath) or type(self.checkpoint_io) is not TorchCheckpointIO:
             self.checkpoint_io.remove_checkpoint(filepath)
         else:
-            self._after_save(lambda: retire(Path(filepath), self._links))
+            self._after_save(lambda: remove(Path(filepath)))
 
     def link_checkpoint(self, path: _PATH, link: _PATH) -> None:
         """Make ``link`` lead to a checkpoint, once a save in flight is complete; local."""
         if self.is_global_zero and os.path.abspath(path) != os.path.abspath(link):
-            self._links |= {Path(link)}
             self._after_save(lambda: point(Path(link), Path(path)))
 
     def _after_save(self, change: Callable[[], None]) -> None:
@@ -370,41 +368,10 @@ class CheckpointStrategy(ProcessStrategy):
                 lambda: checkpoint.update(load(checkpoint_path, weights_only)),
             )
         else:
-            checkpoint = self._load_local(Path(checkpoint_path), weights_only)
+            # each rank has looked for "last" itself
+            checkpoint = open_checkpoint(Path(self.broadcast(checkpoint_path)), weights_only)
         self._data.load(checkpoint)
         return checkpoint
-
-    def _load_local(self, wanted: Path, weights_only: bool) -> dict[str, Any]:
-        chosen = run_on_all_ranks(
-            f"Loading {wanted}",
-            lambda: self._choose_checkpoint(wanted) if self.is_global_zero else None,
-        )[0]
-        assert chosen is not None
-        path, remarks = chosen
-        for remark in remarks:
-            rank_zero_warn(remark)
-        try:
-            return open_checkpoint(path, weights_only)
-        except CheckpointError as error:
-            what = f"{str(error).rstrip('.')}. {other_complete(path)}"
-            raise CheckpointError(what) from error.__cause__
-
-    def _choose_checkpoint(self, wanted: Path) -> tuple[Path, list[str]]:
-        """Choose the checkpoint to read: another one if the newest is wanted and is incomplete.
-
-        Lightning's ``_CheckpointConnector._parse_ckpt_path`` has turned "last" and "hpc" into paths
-        already, so the newest is wanted if ``wanted`` is a path that it would find again.
-        """
-        module = self.lightning_module
-        if module is None or module._trainer is None:  # no run: the path is one that a user names
-            return choose(wanted, False)
-        newest = {self._trainer._checkpoint_connector._hpc_resume_path}
-        for callback in self._trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint):
-                newest |= callback._find_last_checkpoints(self._trainer)
-            newest.add(getattr(callback, "ckpt_path", None))  # of OnExceptionCheckpoint
-        paths = {os.path.normpath(path) for path in newest if path}
-        return choose(wanted, os.path.normpath(wanted) in paths)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
