@@ -30,7 +30,7 @@ from ..state_dicts.slices import SavedTensor
 from ..support import profile_range
 from . import single_file
 from .index import read_index
-from .manifest import INDEX, changed, damage, read_manifest, require_file
+from .manifest import INDEX, changed, damage, read_manifest, require_file, sizes_of
 from .writer import OTHERS, TRAINER_STATE, put_back
 from .zip_file import read_records
 
@@ -78,8 +78,7 @@ class ShardedCheckpoint:
 
         Directories of other programs have no manifest, which would say so.
         """
-        # a link would tell of files elsewhere
-        sizes = {f.name: f.stat().st_size for f in self.folder.iterdir() if not f.is_symlink()}
+        sizes = sizes_of(self.folder)
         for entry in self._metadata.storage_data.values():
             name, end = entry.relative_path, entry.offset + entry.length
             size = sizes.get(name, 0)
@@ -129,13 +128,7 @@ class ShardedCheckpoint:
         nested: dict[str, Any] = {}
         for name, kind in self._metadata.state_dict_metadata.items():
             value = values[name] if name in values else self._tensor(name, kind)
-            path = (self._metadata.planner_data or {}).get(name, (name,))
-            try:
-                set_element(nested, path, value)
-            except (AttributeError, IndexError, KeyError, TypeError) as error:
-                raise CheckpointError(
-                    f"the index nests {name!r} in what is no container"
-                ) from error
+            set_element(nested, (self._metadata.planner_data or {}).get(name, (name,)), value)
         return nested
 
     def _tensor(self, name: str, kind: Any) -> SavedTensor:

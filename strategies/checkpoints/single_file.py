@@ -7,6 +7,7 @@ own parts of the tensors, through a mapping, and compares its share of the check
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import zipfile
@@ -165,12 +166,9 @@ def read(path: Path, weights_only: bool, is_mapped: bool = True) -> dict[str, An
     except Exception as error:  # a file of anything raises nearly anything
         # between a preface and links of torch's
         reason = str(error).partition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
-        what, is_global, _ = reason.partition(" was not an allowed global")
-        if not is_global:
-            raise CheckpointError(f"{path} is no checkpoint ({reason or repr(error)}).") from error
         raise CheckpointError(
-            f"{path} has more than tensors and plain values ({what}). If you trust its source,"
-            " load it with CheckpointOptions(weights_only=False)."
+            f"{path} is no checkpoint of tensors and plain values ({reason or repr(error)}). If it"
+            " has more and you trust its source: CheckpointOptions(weights_only=False)."
         ) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is no checkpoint: it holds a {type(content).__name__}.")
@@ -182,5 +180,4 @@ def read(path: Path, weights_only: bool, is_mapped: bool = True) -> dict[str, An
 
 def _unmapped(tensor: Tensor) -> Tensor:
     is_small = tensor.numel() * tensor.itemsize <= _SMALL  # also of a sparse one
-    is_plain = type(tensor) is Tensor and not tensor.requires_grad
-    return tensor.clone() if is_plain and is_small else tensor
+    return copy.deepcopy(tensor) if is_small else tensor

@@ -39,8 +39,7 @@ from ..state_dicts.model_state import (
 from ..state_dicts.optimizer_hooks import (
     NO_STATES,
     finish_loading,
-    remarks_on_methods,
-    require_state_for_each,
+    warn_of_methods,
 )
 from ..state_dicts.optimizer_state import (
     load_optimizer_state,
@@ -165,8 +164,7 @@ class CheckpointStrategy(ProcessStrategy):
         self._follow_groups()
         assert self.engine is not None
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
-        for remark in remarks_on_methods(optimizer):
-            rank_zero_warn(remark)
+        warn_of_methods(optimizer)
         step = self.engine.steps[optimizer]
         step.take_state()
         owned = whole_parameters(step)
@@ -282,11 +280,9 @@ class CheckpointStrategy(ProcessStrategy):
         """Note which parameters are trained, as they may be frozen when a checkpoint is saved."""
         super().post_backward(closure_loss)
         if self._frozen:
-            assert self.engine is not None and self.lightning_module is not None
+            assert self.engine is not None
             gradients = self.engine.gradients
-            with_gradient = compress(gradients.trained, gradients.used)
-            if any(entry.name in self._frozen for entry in with_gradient):
-                self._frozen &= frozen_names(self.lightning_module)
+            self._frozen -= {entry.name for entry in compress(gradients.trained, gradients.used)}
 
     @override
     def on_train_start(self) -> None:
@@ -387,31 +383,28 @@ class CheckpointStrategy(ProcessStrategy):
         base = checkpoint.get(BASE)
         if base is None:
             self._pending_weights = ()
-            _warn_of_keys(*self._load_state(state, strict))
-            return
-        require_base(module, base, self.pending_keys())
-        missing, unexpected = compare_keys(named_values(module), state)
-        missing = [key for key in missing if key not in base]
-        require_fit(module, missing, unexpected, strict)
-        _warn_of_keys(missing, unexpected)
-        self._load_state(state, False)
+        else:
+            require_base(module, base, self.pending_keys())
+            missing, unexpected = compare_keys(named_values(module), state)
+            require_fit(module, [key for key in missing if key not in base], unexpected, strict)
+        self._load_state(state, strict and base is None)
 
-    def _load_state(self, state: Mapping[str, Any], strict: bool) -> tuple[list[str], list[str]]:
+    def _load_state(self, state: Mapping[str, Any], strict: bool) -> None:
         """Load weights into shards or a module with memory, or let them wait for the shards."""
         module = self.lightning_module
         assert module is not None
         if self._has_shards(module):
             assert self.engine is not None
-            return load_state_dict(self.engine, module, state, strict)
-        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            load_state_dict(self.engine, module, state, strict)
+        elif any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             missing, unexpected = compare_keys(named_values(module), state)
             require_fit(module, missing, unexpected, strict)
             fitting = {key: value for key, value in state.items() if key not in unexpected}
             self._pending_weights = [*self._pending_weights, fitting]
-            return missing, unexpected
-        # before loading, which then converts from the digits in the file
-        self.precision_plugin.convert_module(module)
-        return load_module(module, state, strict)
+        else:
+            # before loading, which then converts from the digits in the file
+            self.precision_plugin.convert_module(module)
+            load_module(module, state, strict)
 
     def _has_shards(self, module: nn.Module) -> bool:
         return self.engine is not None and all(
@@ -512,23 +505,19 @@ class CheckpointStrategy(ProcessStrategy):
         self._follow_groups()
         assert self.engine is not None
         states = single_file.named_states(checkpoint)
-        require_state_for_each(states, self.optimizers)
+        if states and len(states) != len(self.optimizers):
+            raise ValueError(
+                f"The checkpoint has the states of {len(states)} optimizers, and"
+                f" `configure_optimizers` returns {len(self.optimizers)}.\nReturn as many, or start"
+                ' all anew: in `on_load_checkpoint`, `checkpoint["optimizer_states"] = []` and'
+                ' `checkpoint["lr_schedulers"] = []`.'
+            )
         for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
+            warn_of_methods(optimizer)
             step = self.engine.steps[optimizer]
             is_whole = whole_parameters(step) is not None
-            remarks = load_optimizer_state(step, state, index, is_whole)
-            for remark in (*remarks, *remarks_on_methods(optimizer)):
+            for remark in load_optimizer_state(step, state, index, is_whole):
                 rank_zero_warn(remark)
         give_back_memory()
         for optimizer in self.optimizers if states else ():
             finish_loading(self.engine.steps[optimizer])
-
-
-def _warn_of_keys(missing: list[str], unexpected: list[str]) -> None:
-    found = [
-        f"{owner} has no {keys[0]!r}" + (f" and {len(keys) - 1} others" if len(keys) > 1 else "")
-        for owner, keys in (("the checkpoint", missing), ("the model", unexpected))
-        if keys
-    ]
-    if found:
-        rank_zero_warn(f"`strict_loading` is off: {'; '.join(found)}.")

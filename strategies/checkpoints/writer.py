@@ -173,12 +173,8 @@ class ShardedSave(FileSystemWriter):
 
     @override
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        # `FileSystemWriter.prepare_local_plan` would create the folder on every rank
-        if not self.path.is_dir():
-            raise CheckpointError(
-                f"{self.path} was created by rank 0 and is not there. All ranks must see the same"
-                " file system, as the same user."
-            )
+        # `FileSystemWriter.prepare_local_plan` would create the folder on every rank, and a rank
+        # that does not see that of rank 0 would write to its own
         return plan
 
     @override

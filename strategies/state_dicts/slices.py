@@ -126,8 +126,7 @@ class SlicedTensor(TensorDescription):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """Return the memory of one part."""
         assert index.offset is not None
-        part = self.parts[index.offset]
-        return _as_own_storage(part) if part.device.type == "cpu" else part
+        return self.parts[index.offset]
 
     @classmethod
     def compute(cls, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -140,20 +139,6 @@ class SlicedTensor(TensorDescription):
             " or remove entries; change values in `on_load_checkpoint`, or save your own of"
             " `trainer.strategy.full_state_dict()`, which all ranks call and rank 0 gets."
         )
-
-
-def _as_own_storage(part: Tensor) -> Tensor:
-    """Return the same memory as a tensor whose storage is no larger than the part.
-
-    ``_SerialCpuLoader.values`` of torch.distributed.checkpoint.filesystem clones a tensor with a
-    larger storage, so a rank would need the memory of its parts again while a file is written.
-    """
-    flat = part.detach().as_strided((part.numel(),), (1,))  # dense: boxes are ranges of memory
-    return (
-        torch.from_numpy(flat.view(torch.uint8).numpy())
-        .view(part.dtype)
-        .as_strided(part.size(), part.stride())
-    )
 
 
 def slice_of(engine: Zero3Engine, entry: Entry, part: Tensor) -> SlicedTensor:
