@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
@@ -263,19 +262,6 @@ class CheckpointStrategy(ProcessStrategy):
             self._background.wait()
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Finish a background save, on all ranks in the first step after it ended on any rank."""
-        super().on_train_batch_start(batch, batch_idx)
-        saving = self._background
-        if saving is not None and saving.is_running:
-            assert self.engine is not None
-            # hazard: all ranks must raise the error of a failed save in the same step, or some
-            # would wait for others that stopped. Ranks agree on the CPU, without a device's work.
-            is_finished = torch.tensor([int(saving.is_finished())], device="cpu")
-            if int(self.engine.collectives.agree(is_finished)):
-                saving.wait()
-
-    @override
     def post_backward(self, closure_loss: Tensor) -> None:
         """Note which parameters are trained, as they may be frozen when a checkpoint is saved."""
         super().post_backward(closure_loss)
@@ -345,7 +331,7 @@ class CheckpointStrategy(ProcessStrategy):
         if self._background is None:
             change()
         else:
-            self._background.call_after_save(change)
+            self._background.change_after_save(change)
 
     # -------------------------------------------------------------------------------------- loading
 

@@ -66,7 +66,7 @@ EXPECTED = {
     "flipped trainer state": "damaged: meta.pt does not have the checksum",
     "truncated": "incomplete: __0_0.distcp has ",
     "missing": "incomplete: __1_0.distcp has 0 of ",
-    "no index": "incomplete: .metadata has 0 of ",
+    "no index": "it has no .metadata and is no checkpoint in torch's distributed format",
     "no manifest, missing": "incomplete: __1_0.distcp has 0 of ",
     "file, truncated": "file, truncated.ckpt failed on rank 0: incomplete: the end of the file is missing",
     "file, flipped": "damaged: '.*/data/[0-9]+' does not have the checksum it was written with",
