@@ -14,7 +14,6 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -26,7 +25,7 @@ from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size
 from ..state_dicts.gather import tensors_in
 from ..state_dicts.slices import SlicedTensor
 from ..support import profile_range
-from .storage import discard, sync
+from .storage import begin, discard, sync
 from .zip_file import Piece
 
 _BLOCK = 1 << 23  # bytes written at a time
@@ -44,8 +43,7 @@ class Place(NamedTuple):
     base: int
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """A box of a tensor that lies in a file in row-major order.
 
     Attributes:
@@ -75,10 +73,6 @@ class Region:
                 break
         flat = self.values.detach().contiguous().reshape(-1).view(torch.uint8)
         yield from zip(begins, flat.chunk(len(begins)), strict=True)
-
-    def copy_to_cpu(self) -> Region:
-        """Return a region with a copy of the values."""
-        return replace(self, values=self.values.detach().to("cpu", copy=True))
 
 
 def allocate(file: BinaryIO, size: int) -> None:
@@ -216,7 +210,7 @@ class ParallelSave:
 
     def begin(self) -> Path:
         """Return where to write before all is complete; on rank 0."""
-        raise NotImplementedError
+        return begin(self.path)
 
     def reserve(self, tree: Any, stage: Path) -> Iterable[tuple[Tensor, Place]]:
         """Write everything in ``tree`` but the values of tensors; on rank 0.
@@ -234,7 +228,10 @@ class ParallelSave:
         """Copy what this rank is going to write, because it changes from now on; collective."""
 
         def copy() -> None:
-            self._regions = [region.copy_to_cpu() for region in self._regions]
+            self._regions = [
+                region._replace(values=region.values.detach().to("cpu", copy=True))
+                for region in self._regions
+            ]
 
         with self._failing(), profile_range("copy checkpoint"):
             run_on_all_ranks("Copying shards for a background save", copy)

@@ -28,7 +28,7 @@ from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size
 from ..state_dicts.gather import replace_tensors, tensors_in
 from ..state_dicts.optimizer_state import name_parameters, number_parameters
 from .regions import ParallelSave, Place, allocate
-from .storage import begin, commit, damage
+from .storage import commit, damage
 from .zip_file import Piece, changed, read_records, write_checksums
 
 _SMALL = 1 << 16  # bytes
@@ -38,45 +38,35 @@ class FileSave(ParallelSave):
     """Write a Lightning checkpoint to one file."""
 
     @override
-    def begin(self) -> Path:
-        return begin(self.path)
-
-    @override
     def reserve(self, tree: Any, stage: Path) -> Iterable[tuple[Tensor, Place]]:
-        return reserve(tree, stage)
+        slices = tensors_in(tree)
+        with FakeTensorMode():
+            fakes = {key: _fake(tensor) for key, tensor in slices.items()}
+        skeleton = replace_tensors(tree, lambda tensor: fakes[id(tensor)])
+        places: list[tuple[Tensor, Place]] = []
+        storages: dict[str, torch.UntypedStorage] = {}
+        # hazard: others may put something else under this name. The file is a new one, and is not
+        # opened again to find the places in it.
+        with open(stage, "x+b") as stream:
+            with skip_data(materialize_fake_tensors=True):
+                torch.save(skeleton, stream, pickle_module=_pickle_noting(storages))
+            allocate(stream, stream.seek(0, os.SEEK_END))
+            records = {
+                record.name.partition("/data/")[2]: record for record in read_records(stream)
+            }
+        found = {fake.untyped_storage()._cdata: slices[key] for key, fake in fakes.items()}
+        for number, storage in storages.items():
+            # as it lies there: a conjugated view says so in the file
+            tensor = found.get(storage._cdata)
+            if tensor is None:
+                tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            places.append((tensor, Place("", records[number].start)))
+        return places
 
     @override
     def complete(self, stage: Path, pieces: list[Piece]) -> None:
         write_checksums(stage, pieces)
         commit(stage, self.path)
-
-
-def reserve(tree: Any, file: Path) -> Iterable[tuple[Tensor, Place]]:
-    """Write a file with everything in ``tree`` but the values of tensors; see `ParallelSave`."""
-    slices = tensors_in(tree)
-    with FakeTensorMode():
-        fakes = {key: _fake(tensor) for key, tensor in slices.items()}
-    skeleton = replace_tensors(tree, lambda tensor: fakes[id(tensor)])
-    places: list[tuple[Tensor, Place]] = []
-    storages: dict[str, torch.UntypedStorage] = {}
-    # hazard: others may put something else under this name. The file is a new one, and is not
-    # opened again to find the places in it.
-    with open(file, "x+b") as stream:
-        with skip_data(materialize_fake_tensors=True):
-            torch.save(skeleton, stream, pickle_module=_pickle_noting(storages))
-        allocate(stream, stream.seek(0, os.SEEK_END))
-        records = {record.name.partition("/data/")[2]: record for record in read_records(stream)}
-    found = {fake.untyped_storage()._cdata: slices[key] for key, fake in fakes.items()}
-    for number, storage in storages.items():
-        record = records[number]
-        if record.size != storage.nbytes():
-            raise CheckpointError("torch.save wrote tensors in another way than is expected")
-        # as it lies there: a conjugated view says so in the file
-        tensor = found.get(storage._cdata)
-        if tensor is None:
-            tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        places.append((tensor, Place("", record.start)))
-    return places
 
 
 def _fake(tensor: Tensor) -> Tensor:
@@ -118,9 +108,8 @@ def named_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the optimizer states of a loaded checkpoint, with names where it says them."""
     states = checkpoint["optimizer_states"]
     all_names = own_entries(checkpoint).get("optimizer_names", [])
-    sizes = [[len(group["params"]) for group in state["param_groups"]] for state in states]
-    if sizes != [[len(members) for members in names] for names in all_names]:
-        return states  # a hook changed states or groups
+    if len(states) != len(all_names):
+        return states  # a hook changed them, or another program wrote them
     return [name_parameters(*pair) for pair in zip(states, all_names, strict=True)]
 
 

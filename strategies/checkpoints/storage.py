@@ -20,12 +20,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import zipfile
 from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
 from ..state_dicts.collective_errors import CheckpointError
-from . import manifest, zip_file
+from . import manifest
 from .manifest import INDEX, MANIFEST
 
 _UNFINISHED, _REMOVED = ".zero3-unfinished-", ".zero3-removed-"
@@ -128,10 +129,19 @@ def point(link: Path, target: Path) -> None:
 
 
 def damage(path: Path) -> str | None:
-    """Say what is wrong with a checkpoint by names and sizes, or return None."""
-    if path.exists() and not (path.is_dir() or path.is_file()):
+    """Say what is wrong with a checkpoint by names and sizes, or return None.
+
+    Of a file: whether its end is there, the directory of a zip file. No checksum is compared.
+    """
+    if path.is_dir():
+        return manifest.damage(path)
+    if path.exists() and not path.is_file():
         return "no file or folder"  # hazard: reading a FIFO waits for a writer
-    return manifest.damage(path) if path.is_dir() else zip_file.damage(path)
+    with open(path, "rb") as stream:
+        begins_as_zip = stream.read(2) == b"PK"  # torch's older format does not
+    if begins_as_zip and not zipfile.is_zipfile(path):
+        return "incomplete: the end of the file is missing"
+    return None
 
 
 def sync(path: Path) -> None:

@@ -81,18 +81,6 @@ def read_records(stream: BinaryIO) -> list[Record]:
     return records
 
 
-def damage(file: Path) -> str | None:
-    """Say what is wrong with a file, or return None if its end is there.
-
-    The end of a zip file is its directory. No checksum is compared; see :func:`changed`.
-    """
-    with open(file, "rb") as stream:
-        begins_as_zip = stream.read(2) == b"PK"  # torch's older format does not
-    if begins_as_zip and not zipfile.is_zipfile(file):
-        return "incomplete: the end of the file is missing"
-    return None
-
-
 def write_checksums(file: Path, pieces: Iterable[Piece]) -> None:
     """Write the checksum of each record that has none, so that any zip tool can check the file.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from ..engine import Chunk, Entry, Zero3Engine
 from ..support.torch_internals import DisableTorchFunctionSubclass
-from .boxes import Box, cut_into_boxes, memory_order
+from .boxes import cut_into_boxes, memory_order
 
 if TYPE_CHECKING:  # importing torch.distributed.checkpoint is slow, and few calls need it
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -226,8 +227,5 @@ def _cut_views(part: Tensor, entry: Entry) -> Iterator[tuple[torch.Size, Tensor]
     for box in cut_into_boxes(
         [entry.size[dim] for dim in order], entry.span.start, entry.span.stop
     ):
-        yield torch.Size(box.offsets[k] for k in back), _view_box(part, box).permute(back)
-
-
-def _view_box(flat: Tensor, box: Box) -> Tensor:
-    return flat[box.start : box.start + torch.Size(box.sizes).numel()].view(box.sizes)
+        values = part[box.start : box.start + prod(box.sizes)].view(box.sizes)
+        yield torch.Size(box.offsets[k] for k in back), values.permute(back)

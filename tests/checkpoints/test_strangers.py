@@ -513,7 +513,7 @@ def test_a_file_that_is_exchanged_while_it_is_written_is_not_unpickled(tmp_path,
         save({"state_dict": code}, stage)
 
     monkeypatch.setattr(torch, "save", save_and_exchange)
-    single_file.reserve({"state_dict": {"a": torch.ones(3)}}, stage)
+    single_file.FileSave.reserve(None, {"state_dict": {"a": torch.ones(3)}}, stage)
     assert not mark.exists()
 
 
@@ -522,7 +522,7 @@ def test_a_file_that_is_there_is_not_written_to(tmp_path):
     mine.write_text("x")
     (tmp_path / "stage").symlink_to(mine)
     with pytest.raises(FileExistsError):
-        single_file.reserve({"a": torch.ones(3)}, tmp_path / "stage")
+        single_file.FileSave.reserve(None, {"a": torch.ones(3)}, tmp_path / "stage")
     assert mine.read_text() == "x"
 
 
