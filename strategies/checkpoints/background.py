@@ -56,7 +56,8 @@ class BackgroundSave:
         self._tasks.append(self._thread.submit(call))
 
     def close(self) -> None:
-        """End the thread and the group, once no save is in flight; local."""
+        """Finish what is in flight, and end the thread and the group; raises as :meth:`wait`."""
         self._thread.shutdown()
         if self._group is not None:
             dist.destroy_process_group(self._group)
+        self.wait()

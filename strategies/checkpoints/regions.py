@@ -249,16 +249,15 @@ class ParallelSave:
         stage = self._stage
         assert stage is not None
 
-        def write() -> list[Piece]:
-            return write_regions(stage, regions)
-
         def complete() -> None:
             if not self._rank:
                 self.complete(stage, [piece for mine in written for piece in mine])
 
         with self._failing():
             with profile_range("write checkpoint"):
-                written = run_on_all_ranks(self._action, write, group)
+                written = run_on_all_ranks(
+                    self._action, lambda: write_regions(stage, regions), group
+                )
             with profile_range("finish checkpoint"):
                 run_on_all_ranks(self._action, complete, group)
 

@@ -134,7 +134,7 @@ class ShardedCheckpoint:
         def read_into(target: Tensor) -> None:
             self._read({name: target})
 
-        return SavedTensor(name, kind.size, kind.properties.dtype, read_into)
+        return SavedTensor(name, kind.size, kind.properties.dtype, "cpu", read_into=read_into)
 
     @without_other_ranks()  # for the error, which names the folder
     def _read(self, targets: dict[str, Any]) -> None:

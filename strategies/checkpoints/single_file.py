@@ -41,7 +41,10 @@ class FileSave(ParallelSave):
     def reserve(self, tree: Any, stage: Path) -> Iterable[tuple[Tensor, Place]]:
         slices = tensors_in(tree)
         with FakeTensorMode():
-            fakes = {key: _fake(tensor) for key, tensor in slices.items()}
+            fakes = {
+                key: torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu")
+                for key, tensor in slices.items()
+            }
         skeleton = replace_tensors(tree, lambda tensor: fakes[id(tensor)])
         places: list[tuple[Tensor, Place]] = []
         storages: dict[str, torch.UntypedStorage] = {}
@@ -67,10 +70,6 @@ class FileSave(ParallelSave):
     def complete(self, stage: Path, pieces: list[Piece]) -> None:
         write_checksums(stage, pieces)
         commit(stage, self.path)
-
-
-def _fake(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu")
 
 
 def _pickle_noting(storages: dict[str, torch.UntypedStorage]) -> Any:
@@ -154,7 +153,8 @@ def read(path: Path, weights_only: bool, is_mapped: bool = True) -> dict[str, An
         raise
     except Exception as error:  # a file of anything raises nearly anything
         # between a preface and links of torch's
-        reason = str(error).partition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
+        reason = str(error).partition("WeightsUnpickler error: ")[2].strip()
+        reason = reason.partition("\n")[0].partition(". ")[0]
         raise CheckpointError(
             f"{path} is no checkpoint of tensors and plain values ({reason or repr(error)}). If it"
             " has more and you trust its source: CheckpointOptions(weights_only=False)."

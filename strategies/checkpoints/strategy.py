@@ -280,7 +280,7 @@ class CheckpointStrategy(ProcessStrategy):
     def on_train_end(self) -> None:
         """Wait for the last checkpoint before training is over."""
         super().on_train_end()
-        self._close_background()
+        self.finish_saving()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -294,20 +294,13 @@ class CheckpointStrategy(ProcessStrategy):
 
     @override
     def teardown(self) -> None:
-        """Wait for a save in flight (a tuner ends a run without ``on_train_end``) and tear down."""
-        self._pending_weights = ()
+        """Finish what is in flight (a tuner ends a run without ``on_train_end``) and tear down."""
+        background, self._background, self._pending_weights = self._background, None, ()
         try:
-            self._close_background()
-        finally:
-            super().teardown()
-
-    def _close_background(self) -> None:
-        try:
-            self.finish_saving()
-        finally:
-            background, self._background = self._background, None
             if background is not None:
                 background.close()
+        finally:
+            super().teardown()
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:

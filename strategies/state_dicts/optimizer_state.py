@@ -289,27 +289,21 @@ def _load_group_options(
                     options[key] = value.to(group[key].device)
             group.update(options)
         else:
-            origin = f"came from groups {sorted(sources)} of" if sources else "were not in"
             remarks.append(
-                f"Param group {number} of optimizer {index}: its parameters {origin} the saved"
-                " optimizer, so it keeps the learning rate and other options of"
+                f"Param group {number} of optimizer {index}: its parameters were in {len(sources)}"
+                " groups of the saved optimizer, so it keeps the learning rate and other options of"
                 " `configure_optimizers`."
             )
     mine = {name for members in names for name in members}
     fresh, dropped = sorted(mine - saved_in.keys()), sorted(saved["state"].keys() - mine)
     if fresh:
         remarks.append(
-            f"Optimizer {index} starts without state for {_quote_names(fresh)}, which the saved"
-            " one did not train."
+            f"Optimizer {index} starts without state for {fresh[0]!r} (and {len(fresh) - 1} more),"
+            " which the saved one did not train."
         )
     if dropped:
         remarks.append(
-            f"The saved state of {_quote_names(dropped)} is not used: optimizer {index} does not"
-            " train them."
+            f"The saved state of {dropped[0]!r} (and {len(dropped) - 1} more) is not used:"
+            f" optimizer {index} does not train them."
         )
     return remarks
-
-
-def _quote_names(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(map(repr, names[:3])) + more

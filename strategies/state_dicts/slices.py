@@ -29,6 +29,17 @@ _METADATA_METHODS = frozenset(
 class TensorDescription(Tensor):
     """The name, shape and dtype of a tensor whose values are elsewhere."""
 
+    label: str  # its name
+
+    @staticmethod
+    def __new__(
+        cls, label: str, size: torch.Size, dtype: torch.dtype, device: Any, **attributes: Any
+    ) -> Any:
+        """Make a tensor of ``size`` with the attributes of its class."""
+        tensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
+        vars(tensor).update(attributes, label=label)
+        return tensor
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -65,25 +76,9 @@ class SlicedTensor(TensorDescription):
     DTensor implements too). Any other operation on it is an error.
     """
 
-    label: str  # the parameter's name
     parts: dict[torch.Size, Tensor]  # offsets in the full tensor -> values
     # returns the full tensor on all ranks, in memory of its own; collective
     gather_values: Callable[[], Tensor]
-
-    @staticmethod
-    def __new__(
-        cls,
-        label: str,
-        size: torch.Size,
-        dtype: torch.dtype,
-        device: torch.device,
-        parts: dict[torch.Size, Tensor],
-        gather_values: Callable[[], Tensor],
-    ) -> SlicedTensor:
-        """Make a tensor of ``size``, of which ``parts`` are dense."""
-        tensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
-        tensor.label, tensor.parts, tensor.gather_values = label, parts, gather_values
-        return tensor
 
     def fill(self, whole: Tensor) -> None:
         """Copy this rank's parts out of a full tensor; of a saved one nothing else is read."""
@@ -127,7 +122,8 @@ class SlicedTensor(TensorDescription):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """Return the memory of one part."""
         assert index.offset is not None
-        return self.parts[index.offset]
+        part = self.parts[index.offset]
+        return _as_own_storage(part) if part.device.type == "cpu" else part
 
     @classmethod
     def compute(cls, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -142,6 +138,20 @@ class SlicedTensor(TensorDescription):
         )
 
 
+def _as_own_storage(part: Tensor) -> Tensor:
+    """Return the same memory as a tensor whose storage is no larger than the part.
+
+    ``_SerialCpuLoader.values`` of torch.distributed.checkpoint.filesystem clones a tensor with a
+    larger storage, so a rank would need the memory of its parts again while a file is written.
+    """
+    flat = part.detach().as_strided((part.numel(),), (1,))  # dense: boxes are ranges of memory
+    return (
+        torch.from_numpy(flat.view(torch.uint8).numpy())
+        .view(part.dtype)
+        .as_strided(part.size(), part.stride())
+    )
+
+
 def slice_of(engine: Zero3Engine, entry: Entry, part: Tensor) -> SlicedTensor:
     """Return a slice shaped like a parameter.
 
@@ -152,7 +162,9 @@ def slice_of(engine: Zero3Engine, entry: Entry, part: Tensor) -> SlicedTensor:
     """
     parts = {} if entry.span is None else dict(_cut_views(part, entry))
     gather = partial(entry.unit.whole, entry, part)
-    return SlicedTensor(entry.name, entry.size, part.dtype, part.device, parts, gather)
+    return SlicedTensor(
+        entry.name, entry.size, part.dtype, part.device, parts=parts, gather_values=gather
+    )
 
 
 def owned_tensor(
@@ -175,28 +187,14 @@ def owned_tensor(
             whole.copy_(part)
         return engine.collectives.broadcast(whole, owner)
 
-    return SlicedTensor(name, size, dtype, engine.device, parts, gather)
+    return SlicedTensor(name, size, dtype, engine.device, parts=parts, gather_values=gather)
 
 
 class SavedTensor(TensorDescription):
     """A tensor in a checkpoint, whose values are read when an operation needs them."""
 
-    label: str
     # copies the values into a tensor of any dtype, or a rank's parts of them into a slice; local
     read_into: Callable[[Tensor], None]
-
-    @staticmethod
-    def __new__(
-        cls,
-        label: str,
-        size: torch.Size,
-        dtype: torch.dtype,
-        read_into: Callable[[Tensor], None],
-    ) -> SavedTensor:
-        """Make a tensor that ``read_into`` reads; ``label`` is its name in the checkpoint."""
-        tensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=torch.device("cpu"))
-        tensor.label, tensor.read_into = label, read_into
-        return tensor
 
     def read(self) -> Tensor:
         """Return the full value, on the CPU; local."""

@@ -121,7 +121,7 @@ def single_files(folder):
     }
     torch.save(content, folder / "theirs.ckpt")
     saved = {
-        k: SavedTensor(k, v.shape, v.dtype, lambda target, v=v: target.copy_(v))
+        k: SavedTensor(k, v.shape, v.dtype, "cpu", read_into=lambda target, v=v: target.copy_(v))
         for k, v in content["state_dict"].items()
     }
     single_file.FileSave({**content, "state_dict": saved}, folder / "ours.ckpt").write()

@@ -186,7 +186,7 @@ def test_groups_take_the_options_of_those_that_their_parameters_came_from(change
 def test_what_is_not_used_is_said(changes):
     _, _, results, _ = changes
     [told] = [text for text in results["frozen now"][2] if "saved state" in text]
-    assert "'net.0.bias', 'net.0.weight' is not used: optimizer 0 does not train them" in told
+    assert "'net.0.bias' (and 1 more) is not used: optimizer 0 does not train them" in told
     assert not [
         text
         for name in ("other groups", "other units")
@@ -203,7 +203,7 @@ def test_what_is_trained_from_now_on_starts_without_state(changes):
         steps = state["step"] - (start["state"][name]["step"] if name in start["state"] else 0)
         assert steps == 12 and not torch.equal(weights[name], loaded[name])
     [remark] = [text for text in told if "starts without state" in text]
-    assert remark.startswith("Optimizer 0 starts without state for 'net.0.bias', 'net.0.weight'")
+    assert remark.startswith("Optimizer 0 starts without state for 'net.0.bias' (and 1 more)")
 
 
 # ---- state of no parameter
