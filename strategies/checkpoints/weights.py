@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -105,7 +104,7 @@ def rename_keys(state: Mapping[str, Any], key_mapping: Mapping[str, str] | None)
 class WeightsSave(ParallelSave):
     """Write a state dict as safetensors files with an index, as Hugging Face does.
 
-    Of tied weights the first is written; what the others are called is in the file's metadata.
+    Of tied weights the first is written.
 
     Args:
         state: has the same slices on all ranks; what is no tensor is left out.
@@ -134,39 +133,35 @@ class WeightsSave(ParallelSave):
 
     @override
     def reserve(self, tree: Any, stage: Path) -> Iterable[tuple[Tensor, Place]]:
-        first: dict[Any, str] = {}  # of tied tensors
-        others: dict[str, str] = {}
+        first: dict[Any, tuple[str, Tensor]] = {}  # of tied tensors
         for key, value in tree.items():
             if isinstance(value, Tensor):
-                kept = first.setdefault(_identity(value), key)
-                others |= {key: kept} if kept != key else {}
+                first.setdefault(_identity(value), (key, value))
         places: list[tuple[Tensor, Place]] = []
         weight_map: dict[str, str] = {}
-        files = self._divide([(key, tree[key]) for key in first.values()])
+        files = self._divide(first.values())
         for number, tensors in enumerate(files, 1):
             name = f"model-{number:05}-of-{len(files):05}" if len(files) > 1 else "model"
             name += ".safetensors"
             header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-            header["__metadata__"] |= {k: kept for k, kept in others.items() if kept in tensors}
+            end = 0
             # largest elements first: each tensor is aligned to its elements
-            order = sorted(tensors, key=lambda key: -tensors[key].element_size())
-            ends = list(itertools.accumulate(tensors[key].nbytes for key in order))
-            for key, end in zip(order, ends, strict=True):
+            for key in sorted(tensors, key=lambda key: -tensors[key].element_size()):
                 value = tensors[key]
+                begin, end = end, end + value.nbytes
                 header[key] = {
                     "dtype": _name_of(value.dtype),
                     "shape": list(value.size()),
-                    "data_offsets": [end - value.nbytes, end],
+                    "data_offsets": [begin, end],
                 }
             packed = json.dumps(header).encode()
             packed += b" " * (-len(packed) % 8)
             with open(stage / name, "xb") as file:
                 file.write(len(packed).to_bytes(8, "little") + packed)
-                begin = file.tell()
-                allocate(file, begin + ends[-1])
-            for key in order:
-                place = Place(name, begin + header[key]["data_offsets"][0])
-                places.append((tensors[key], place))
+                base = file.tell()
+                allocate(file, base + end)
+            for key, value in tensors.items():
+                places.append((value, Place(name, base + header[key]["data_offsets"][0])))
             weight_map |= dict.fromkeys(tensors, name)
         if len(files) > 1:
             total = sum(tensor.nbytes for tensor, _ in places)
@@ -176,7 +171,7 @@ class WeightsSave(ParallelSave):
             sync(stage / INDEX)
         return places
 
-    def _divide(self, tensors: list[tuple[str, Tensor]]) -> list[dict[str, Tensor]]:
+    def _divide(self, tensors: Iterable[tuple[str, Tensor]]) -> list[dict[str, Tensor]]:
         files: list[dict[str, Tensor]] = []
         size = self._max_file_bytes
         for key, value in tensors:
