@@ -204,8 +204,9 @@ class ArchiveSave(FileSave):
         for name, weight in self._skeleton.weights.items():
             value = tree.get(weight.key)
             if value is None and name in records:
-                continue  # a buffer that no state dict has, as it was when the skeleton was made
-            if value is None or weight != Weight.of(weight.key, value):
+                # a buffer that no state dict has, as it was when the skeleton was made
+                value = torch.frombuffer(bytearray(records[name] + b"."), dtype=torch.uint8)[:-1]
+            elif value is None or weight != Weight.of(weight.key, value):
                 raise CheckpointError(
                     f"the exported model has {weight.key!r} of {weight[1:]}, and what is to be"
                     " written has none.\nTake the skeleton of the same run. Of checkpoints that"
