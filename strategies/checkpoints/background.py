@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from ..state_dicts.collective_errors import run_on_all_ranks
+from ..support import profile_range
+
 if TYPE_CHECKING:
     from .regions import ParallelSave
     from .writer import ShardedSave
@@ -30,7 +33,8 @@ class BackgroundSave:
         if self._group is None and dist.is_initialized():
             # hazard: the thread's exchanges would mix with the training's in the same group
             self._group = dist.new_group(backend="gloo")
-        save.copy_to_cpu()
+        with save.failing(), profile_range("copy checkpoint"):
+            run_on_all_ranks("Copying shards for a background save", save.copy_to_cpu)
         self._tasks = [self._thread.submit(save.write, self._group)]
 
     def wait(self) -> None:

@@ -202,7 +202,7 @@ class ParallelSave:
             regions.sort(key=lambda region: region.values.nbytes)
             self._regions += regions[replica[0] :: replica[1]]
 
-        with self._failing(), profile_range("prepare checkpoint"):
+        with self.failing(), profile_range("prepare checkpoint"):
             reserved = run_on_all_ranks(self._action, reserve_places)[0]
             assert reserved is not None
             self._stage, places = reserved
@@ -225,16 +225,11 @@ class ParallelSave:
         raise NotImplementedError
 
     def copy_to_cpu(self) -> None:
-        """Copy what this rank is going to write, because it changes from now on; collective."""
-
-        def copy() -> None:
-            self._regions = [
-                region._replace(values=region.values.detach().to("cpu", copy=True))
-                for region in self._regions
-            ]
-
-        with self._failing(), profile_range("copy checkpoint"):
-            run_on_all_ranks("Copying shards for a background save", copy)
+        """Copy what this rank is going to write, because it changes from now on; local."""
+        self._regions = [
+            region._replace(values=region.values.detach().to("cpu", copy=True))
+            for region in self._regions
+        ]
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
         """Write this rank's part, and give it its name when all have; collective.
@@ -253,7 +248,7 @@ class ParallelSave:
             if not self._rank:
                 self.complete(stage, [piece for mine in written for piece in mine])
 
-        with self._failing():
+        with self.failing():
             with profile_range("write checkpoint"):
                 written = run_on_all_ranks(
                     self._action, lambda: write_regions(stage, regions), group
@@ -262,7 +257,8 @@ class ParallelSave:
                 run_on_all_ranks(self._action, complete, group)
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def failing(self) -> Iterator[None]:
+        """Delete what is begun if the body fails on any rank."""
         try:
             yield
         except CheckpointError:
