@@ -38,7 +38,6 @@ from ..state_dicts.model_state import (
 from ..state_dicts.optimizer_hooks import (
     NO_STATES,
     finish_loading,
-    warn_of_methods,
 )
 from ..state_dicts.optimizer_state import (
     load_optimizer_state,
@@ -163,7 +162,7 @@ class CheckpointStrategy(ProcessStrategy):
         self._follow_groups()
         assert self.engine is not None
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
-        warn_of_methods(optimizer)
+        _warn_of_methods(optimizer)
         step = self.engine.steps[optimizer]
         step.take_state()
         owned = whole_parameters(step)
@@ -492,7 +491,7 @@ class CheckpointStrategy(ProcessStrategy):
                 ' `checkpoint["lr_schedulers"] = []`.'
             )
         for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
-            warn_of_methods(optimizer)
+            _warn_of_methods(optimizer)
             step = self.engine.steps[optimizer]
             is_whole = whole_parameters(step) is not None
             for remark in load_optimizer_state(step, state, index, is_whole):
@@ -500,3 +499,20 @@ class CheckpointStrategy(ProcessStrategy):
         give_back_memory()
         for optimizer in self.optimizers if states else ():
             finish_loading(self.engine.steps[optimizer])
+
+
+def _warn_of_methods(optimizer: Optimizer) -> None:
+    """Warn if an optimizer's class overrides how states are saved or loaded."""
+    cls = type(optimizer)
+    own = [
+        name
+        for name in ("state_dict", "load_state_dict")
+        if getattr(cls, name) is not getattr(Optimizer, name)
+    ]
+    if own:
+        rank_zero_warn(
+            f"{cls.__name__} has its own {' and '.join(f'`{name}`' for name in own)}, which zero3"
+            " does not call: only `state` and `param_groups` of optimizers are saved and loaded.\n"
+            "Keep what belongs to no parameter in `state`, under a string, and adjust what was"
+            " loaded in `__setstate__`."
+        )

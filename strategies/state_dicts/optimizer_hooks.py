@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from ..engine import OptimizerStep
@@ -41,20 +40,3 @@ def finish_loading(step: OptimizerStep) -> None:
     with step.stand_ins_there():
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
         run_hooks(optimizer, "load_state_dict_post")
-
-
-def warn_of_methods(optimizer: Optimizer) -> None:
-    """Warn if an optimizer's class overrides how states are saved or loaded."""
-    cls = type(optimizer)
-    own = [
-        name
-        for name in ("state_dict", "load_state_dict")
-        if getattr(cls, name) is not getattr(Optimizer, name)
-    ]
-    if own:
-        rank_zero_warn(
-            f"{cls.__name__} has its own {' and '.join(f'`{name}`' for name in own)}, which zero3"
-            " does not call: only `state` and `param_groups` of optimizers are saved and loaded.\n"
-            "Keep what belongs to no parameter in `state`, under a string, and adjust what was"
-            " loaded in `__setstate__`."
-        )
