@@ -226,7 +226,7 @@ class _SavesOnException(Checkpoint):
 
 
 class _ModelCheckpoint(_SavesOnException, ModelCheckpoint):
-    """Keeps the link of `save_last="link"` on a complete checkpoint at any moment.
+    """Sets the link of `save_last="link"` in one step, once the checkpoint is complete.
 
     `ModelCheckpoint._link_checkpoint` removes the old link before it makes the new one.
     """

@@ -26,7 +26,6 @@ from .storage import begin, commit
 from .weights import open_checkpoint
 from .zip_file import read_records
 
-_TABLE = "zero3_weights.json"
 WEIGHTS_CONFIG = archive_names.WEIGHTS_CONFIG_FILENAME_FORMAT.format("model")
 _CONSTANTS_CONFIG = archive_names.CONSTANTS_CONFIG_FILENAME_FORMAT.format("model")
 
@@ -105,11 +104,9 @@ class Skeleton:
 
     def write(self, path: Path) -> None:
         """Write the skeleton to a file, which appears when it is complete."""
+        texts = {name: content.decode("latin1") for name, content in self.records.items()}
         stage = begin(path)
-        with zipfile.ZipFile(stage, "x", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr(_TABLE, json.dumps([self.run, self.weights]))
-            for name, content in self.records.items():
-                archive.writestr(name, content)
+        stage.write_text(json.dumps([self.run, self.weights, texts]), encoding="utf-8")
         commit(stage, path)
 
     @classmethod
@@ -120,11 +117,10 @@ class Skeleton:
             CheckpointError: it is something else.
         """
         try:
-            with zipfile.ZipFile(require_file(path)) as archive:
-                records = {name: archive.read(name) for name in archive.namelist()}
-            run, table = json.loads(records.pop(_TABLE))
+            run, table, texts = json.loads(require_file(path).read_text(encoding="utf-8"))
+            records = {name: text.encode("latin1") for name, text in texts.items()}
             return cls(records, {name: Weight(*weight) for name, weight in table.items()}, run)
-        except (zipfile.BadZipFile, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{path} is no skeleton of `ModelExport`: {error}\nName the *.skeleton of the run."
             ) from error
@@ -211,10 +207,9 @@ class ArchiveSave(FileSave):
                 # a buffer that no state dict has, as it was when the skeleton was made
                 value = torch.frombuffer(bytearray(records[name] + b"."), dtype=torch.uint8)[:-1]
             elif value is None or weight != Weight.of(weight.key, value):
-                found = "none" if value is None else Weight.of(weight.key, value)[1:]
                 raise CheckpointError(
                     f"the exported model has {weight.key!r} of {weight[1:]}, and what is to be"
-                    f" written has {found}.\nTake the skeleton of the same run. Of checkpoints that"
+                    " written has none.\nTake the skeleton of the same run. Of checkpoints that"
                     " leave weights out nothing can be exported: choose every='end'."
                 )
             holes[name] = value

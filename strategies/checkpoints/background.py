@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from ..state_dicts.collective_errors import run_on_all_ranks
+from ..support import profile_range
+
 if TYPE_CHECKING:
     from .regions import ParallelSave
     from .writer import ShardedSave
@@ -19,53 +22,46 @@ class BackgroundSave:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "zero3-checkpoint")
         self._group: dist.ProcessGroup | None = None
-        self._save: Future[None] | None = None  # in flight
-        self._callbacks: list[Callable[[], None]] = []
-
-    @property
-    def is_running(self) -> bool:
-        """Whether :meth:`wait` has not been called since the last :meth:`start`."""
-        return self._save is not None
+        self._tasks: list[Future[None]] = []  # the save in flight, and what comes after it
 
     def start(self, save: ParallelSave | ShardedSave) -> None:
         """Copy this rank's part and begin to write it; collective.
 
         :meth:`wait` must have been called for the save before.
         """
-        assert self._save is None
+        assert not self._tasks
         if self._group is None and dist.is_initialized():
             # hazard: the thread's exchanges would mix with the training's in the same group
             self._group = dist.new_group(backend="gloo")
-        save.copy_to_cpu()
-        self._save = self._thread.submit(save.write, self._group)
-
-    def is_finished(self) -> bool:
-        """Return whether the save in flight has ended on this rank; local."""
-        return self._save is not None and self._save.done()
+        with save.failing(), profile_range("copy checkpoint"):
+            run_on_all_ranks("Copying shards for a background save", save.copy_to_cpu)
+        self._tasks = [self._thread.submit(save.write, self._group)]
 
     def wait(self) -> None:
-        """Wait for the save in flight, then run the callbacks of :meth:`call_after_save`.
+        """Wait for the save in flight, and for the changes of :meth:`change_after_save`.
 
         Raises:
-            CheckpointError: the save failed, on all ranks; the callbacks are dropped.
+            CheckpointError: the save failed, on all ranks; the changes are dropped.
         """
-        save, self._save = self._save, None
-        callbacks, self._callbacks = self._callbacks, []
-        if save is not None:
-            save.result()
-        # hazard: before the save is complete, they would delete or unlink the only complete one
-        for callback in callbacks:
-            callback()
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.result()
+
+    def change_after_save(self, change: Callable[[], None]) -> None:
+        """Delete or link checkpoints, once no save is in flight."""
+        before = [*self._tasks]
+
+        def call() -> None:
+            # hazard: if the save fails, the change might delete or unlink the only complete one
+            for task in before:
+                task.result()
+            change()
+
+        self._tasks.append(self._thread.submit(call))
 
     def close(self) -> None:
-        """End the thread and the group, once no save is in flight; local."""
+        """Finish what is in flight, and end the thread and the group; raises as :meth:`wait`."""
         self._thread.shutdown()
         if self._group is not None:
             dist.destroy_process_group(self._group)
-
-    def call_after_save(self, callback: Callable[[], None]) -> None:
-        """Run ``callback`` once no save is in flight: to delete or link checkpoints."""
-        if self.is_running:
-            self._callbacks.append(callback)
-        else:
-            callback()
+        self.wait()

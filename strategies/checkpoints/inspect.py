@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ from torch import Tensor
 
 from ..state_dicts.collective_errors import CheckpointError, without_other_ranks
 from ..support import printable
-from . import manifest, single_file
+from . import manifest, single_file, zip_file
 from .manifest import INDEX, MANIFEST, read_manifest
 from .sharded import ShardedCheckpoint
-from .storage import damage, last_complete
+from .storage import damage
 
 DESCRIPTION = "print names, shapes, dtypes, progress and completeness of a checkpoint"
 
@@ -36,10 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     if path.is_dir() and not (path / INDEX).exists() and fault is None:
         lines = list(describe_parent(path))
     else:
-        changed = (
-            partial(manifest.changed, part=0, parts=1) if path.is_dir() else single_file.changed
-        )
-        fault = fault or changed(path)
+        fault = fault or (manifest if path.is_dir() else zip_file).changed(path, 0, 1)
         lines = [f"{path}: {fault or 'complete'}"]
         if fault is None:
             lines += describe_folder(path) if path.is_dir() else describe_file(path)
@@ -77,17 +73,16 @@ def describe_folder(path: Path) -> Iterator[str]:
 
 
 def describe_parent(folder: Path) -> Iterator[str]:
-    """Yield a line about each checkpoint in a folder, then the last complete one.
+    """Yield a line about each checkpoint in a folder, the newest last.
 
     Raises:
-        CheckpointError: the folder has no complete checkpoint.
+        CheckpointError: the folder has no checkpoint.
     """
-    for path in sorted(folder.glob("*.ckpt")):
+    paths = sorted(folder.glob("*.ckpt"), key=lambda path: path.lstat().st_mtime)
+    if not paths:
+        raise CheckpointError(f"{folder} is no checkpoint and holds none.")
+    for path in paths:
         yield f"{path.name}: {damage(path) or 'complete'}"
-    last = last_complete(folder)
-    if last is None:
-        raise CheckpointError(f"{folder} is no checkpoint and holds no complete one.")
-    yield f"last complete: {last.name}"
 
 
 def _describe_tensors(state: Any) -> Iterator[str]:

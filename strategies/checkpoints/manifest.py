@@ -38,17 +38,14 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(require_file(file).read_text(encoding="utf-8"))
-        is_known = content["version"] == _VERSION
-        for name, entry in content["files"].items() if is_known else ():
-            if not is_file_name(name):
-                raise ValueError(f"{name!r} is no name of a file in the folder")
-            if not all(type(entry[key]) is int and entry[key] >= 0 for key in ("bytes", "crc32")):
-                raise ValueError("a count is no whole number")
+        if content["version"] != _VERSION:
+            raise ValueError("another version of this package wrote it")
+        for name, entry in content["files"].items():
+            if not (is_file_name(name) and type(entry["bytes"]) is type(entry["crc32"]) is int):
+                raise ValueError(f"{name!r} is no file in the folder with a size and a checksum")
     except Exception as error:  # of what json, a stranger's or a broken disk's, can hold
         what = f"{type(error).__name__}: {error}"
         raise ValueError(f"{file} is damaged: {what[:200]!a}.") from error
-    if not is_known:
-        raise ValueError(f"{file} was written by another version of this package.")
     return content
 
 
@@ -71,31 +68,28 @@ def measure(file: Path) -> dict[str, int]:
         return {"bytes": size, "crc32": compute_checksum(stream, 0, size)}
 
 
+def sizes_of(folder: Path) -> dict[str, int]:
+    """Return the sizes of the files in a folder, without links: they tell of files elsewhere."""
+    files = (file for file in folder.iterdir() if file.is_file() and not file.is_symlink())
+    return {file.name: file.stat().st_size for file in files}
+
+
 def damage(folder: Path) -> str | None:
     """Say what is wrong with a directory, or return None if its files have the right sizes.
 
     No checksum is compared; see :func:`changed`. A directory without a manifest counts as complete.
     """
     try:
-        manifest = read_manifest(folder)
+        files = read_manifest(folder).get("files", {})
     except ValueError as error:
         return str(error)
-    files = manifest.get("files", {})
-    if not any(folder.iterdir()):
+    sizes = sizes_of(folder)
+    if not sizes:
         return "incomplete: it is empty"
-    if manifest and not files:
-        return "incomplete: its save did not finish"
-    missing = [name for name in files if not (folder / name).is_file()]
-    if missing:
-        shards = [name for name in files if name.endswith(".distcp")]
-        present = len([name for name in shards if name not in missing])
-        return f"incomplete: {present} of {len(shards)} shards ({', '.join(missing)} missing)"
     for name, file in files.items():
-        if (folder / name).is_symlink():  # it would tell of files elsewhere
-            return f"damaged: {name} is a link"
-        size = (folder / name).stat().st_size
-        if size != file["bytes"]:
-            return f"incomplete: {name} has {size:,} of {file['bytes']:,} bytes"
+        if sizes.get(name) != file["bytes"]:
+            what = f"{sizes.get(name, 0):,} of {file['bytes']:,} bytes, or is a link"
+            return f"incomplete: {name} has {what}"
     return None
 
 

@@ -17,7 +17,7 @@ class CheckpointOptions:
             reads both kinds, whichever is chosen here.
         background: copy this rank's shards to CPU memory, for which training waits, and go on while
             a thread writes the copy. There is never more than one copy: a save waits for the save
-            before. A save that fails is an error on all ranks when the next step begins, or at the
+            before. A save that fails is an error on all ranks when the next one begins, or at the
             end of training.
         weights_only: loading rebuilds tensors and plain values only. With False it runs whatever
             code the checkpoint names: for hyperparameters or callback states of other classes, from

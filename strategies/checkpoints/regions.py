@@ -12,22 +12,20 @@ import itertools
 import mmap
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import Self
 
 from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size, run_on_all_ranks
 from ..state_dicts.gather import tensors_in
 from ..state_dicts.slices import SlicedTensor
 from ..support import profile_range
-from .storage import NOT_WRITTEN, discard, sync
+from .storage import begin, discard, sync
 from .zip_file import Piece
 
 _BLOCK = 1 << 23  # bytes written at a time
@@ -35,7 +33,7 @@ _LARGE = 1 << 20  # bytes from which on a block is written directly
 _PAGE = mmap.PAGESIZE
 _FLAGS = os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)
 # None: this system has none
-_fallocate: Any = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+_fallocate: Any = getattr(ctypes.CDLL(None), "fallocate", None)
 
 
 class Place(NamedTuple):
@@ -45,8 +43,7 @@ class Place(NamedTuple):
     base: int
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """A box of a tensor that lies in a file in row-major order.
 
     Attributes:
@@ -77,28 +74,16 @@ class Region:
         flat = self.values.detach().contiguous().reshape(-1).view(torch.uint8)
         yield from zip(begins, flat.chunk(len(begins)), strict=True)
 
-    def copy_to_cpu(self) -> Region:
-        """Return a region with a copy of the values."""
-        return replace(self, values=self.values.detach().to("cpu", copy=True))
-
 
 def allocate(file: BinaryIO, size: int) -> None:
     """Make a file ``size`` bytes long, with room for all of them where the file system can say so.
 
-    Ranks that write to holes of one file wait for each other much longer, and a disk that is full
-    is found out before anything was written. Elsewhere a write finds it out.
-
-    Raises:
-        OSError: there is no room.
+    Ranks that write to holes of one file wait for each other much longer.
     """
     file.flush()
-    if _fallocate is not None:
-        # not `os.posix_fallocate`, which writes to each page where there is no such call
-        if not _fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(size)):
-            return
-        if (error := ctypes.get_errno()) in NOT_WRITTEN:
-            raise OSError(error, os.strerror(error))
-    file.truncate(size)
+    # not `os.posix_fallocate`, which writes to each page where there is no such call
+    if _fallocate is None or _fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(size)):
+        file.truncate(size)
 
 
 def regions_of(tensor: Tensor, place: Place) -> Iterator[Region]:
@@ -119,68 +104,60 @@ def write_regions(stage: Path, regions: Iterable[Region]) -> list[Piece]:
     pieces: list[Piece] = []
     block = mmap.mmap(-1, _BLOCK)  # begins at a page, as what is written directly must
     values = torch.frombuffer(block, dtype=torch.uint8)
-    for name, group in itertools.groupby(regions, lambda region: region.place.file):
-        with _File(stage / name) as file:
-            for region in group:
-                for offset, data in region.runs():
-                    while rest := data.numel():
-                        size = file.block_size(offset, rest)
-                        values[:size].copy_(data[:size])
-                        part = memoryview(block)[:size]
-                        _add(pieces, offset, part)
-                        file.write(offset, part)
-                        offset, data = offset + size, data[size:]
+    in_order = sorted(regions, key=lambda region: region.place)
+    for name, group in itertools.groupby(in_order, lambda region: region.place.file):
+        with _opened(stage / name) as write:
+            for start, data in itertools.chain.from_iterable(region.runs() for region in group):
+                offset, checksum = start, 0
+                while rest := data.numel():
+                    size = _block_size(offset, rest)
+                    values[:size].copy_(data[:size])
+                    part = memoryview(block)[:size]
+                    checksum = zlib.crc32(part, checksum)
+                    write(offset, part)
+                    offset, data = offset + size, data[size:]
+                pieces.append(Piece(start, offset - start, checksum))
     return pieces
 
 
-def _add(pieces: list[Piece], offset: int, block: memoryview) -> None:
-    """Add a block to the last piece if it continues that, else as one more."""
-    before = Piece(offset, 0, 0)
-    if pieces and pieces[-1].start + pieces[-1].size == offset:
-        before = pieces.pop()
-    checksum = zlib.crc32(block, before.checksum)
-    pieces.append(Piece(before.start, before.size + len(block), checksum))
+def _block_size(offset: int, size: int) -> int:
+    """Return how many of ``size`` bytes from ``offset`` come next: up to a page, or pages."""
+    if size < _LARGE:
+        return size
+    return _PAGE - offset % _PAGE if offset % _PAGE else min(_BLOCK, size - size % _PAGE)
 
 
-class _File:
-    """A file that is written at offsets: large blocks directly, without the system's page cache.
+@contextmanager
+def _opened(path: Path) -> Iterator[Callable[[int, memoryview], None]]:
+    """Open a file that is there to write blocks at offsets, from memory that begins at a page.
 
-    A checkpoint is larger than what the cache gets free at once, nobody is about to read it, and
-    all of it goes to the disk before the file gets its name.
+    Large blocks are written directly, without the system's page cache: a checkpoint is larger than
+    what the cache gets free at once, nobody is about to read it, and all of it goes to the disk
+    before the file gets its name.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> Self:
-        self._cached = self._direct = os.open(self._path, _FLAGS)
+    direct = None
+    with ExitStack() as stack:
+        cached = stack.enter_context(open(os.open(path, _FLAGS), "wb"))
         with suppress(AttributeError, OSError):  # this system, or file system, has none
-            self._direct = os.open(self._path, _FLAGS | os.O_DIRECT)
-        return self
+            direct = os.open(path, _FLAGS | os.O_DIRECT)
+            stack.callback(os.close, direct)
 
-    def __exit__(self, *_: object) -> None:
-        for descriptor in {self._cached, self._direct}:
-            os.close(descriptor)
-        sync(self._path)
+        def write(offset: int, block: memoryview) -> None:
+            nonlocal direct
+            if direct is not None and len(block) >= _LARGE:
+                try:
+                    written = os.pwrite(direct, block, offset)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    direct = None
+                else:
+                    block, offset = block[written:], offset + written
+            cached.seek(offset)
+            cached.write(block)
 
-    def block_size(self, offset: int, size: int) -> int:
-        """Return how many of ``size`` bytes from ``offset`` come next: up to a page, or pages."""
-        if size < _LARGE:
-            return size
-        return _PAGE - offset % _PAGE if offset % _PAGE else min(_BLOCK, size - size % _PAGE)
-
-    def write(self, offset: int, block: memoryview) -> None:
-        """Write a block of the size that was asked for, from memory that begins at a page."""
-        descriptor = self._direct if len(block) >= _LARGE else self._cached
-        while block:
-            try:
-                written = os.pwrite(descriptor, block, offset)
-            except OSError as error:
-                if descriptor == self._cached or error.errno != errno.EINVAL:
-                    raise
-                self._direct = descriptor = self._cached
-            else:
-                block, offset = block[written:], offset + written
+        yield write
+    sync(path)
 
 
 class ParallelSave:
@@ -219,31 +196,21 @@ class ParallelSave:
             return self._stage, [places[key] for key in slices]
 
         def plan(places: list[Place]) -> None:
-            if len(places) != len(slices):
-                raise CheckpointError("what it saves has other tensors than what rank 0 saves")
-            if not stage.exists():
-                raise CheckpointError(
-                    f"{stage} was created by rank 0 and is not there. All ranks must see the"
-                    " same file system, as the same user."
-                )
             pairs = zip(slices.values(), places, strict=True)
-            sizes = [0] * replica[1]
-            for region in (region for pair in pairs for region in regions_of(*pair)):
-                # all replicas count alike, and the one that has the least writes the region
-                smallest = sizes.index(min(sizes))
-                sizes[smallest] += region.values.nbytes
-                if smallest == replica[0]:
-                    self._regions.append(region)
+            regions = [region for pair in pairs for region in regions_of(*pair)]
+            # each replica has all of them, and writes some, of all sizes
+            regions.sort(key=lambda region: region.values.nbytes)
+            self._regions += regions[replica[0] :: replica[1]]
 
-        with self._failing(), profile_range("prepare checkpoint"):
+        with self.failing(), profile_range("prepare checkpoint"):
             reserved = run_on_all_ranks(self._action, reserve_places)[0]
             assert reserved is not None
-            self._stage, places = stage, _ = reserved
+            self._stage, places = reserved
             run_on_all_ranks(self._action, lambda: plan(places))
 
     def begin(self) -> Path:
         """Return where to write before all is complete; on rank 0."""
-        raise NotImplementedError
+        return begin(self.path)
 
     def reserve(self, tree: Any, stage: Path) -> Iterable[tuple[Tensor, Place]]:
         """Write everything in ``tree`` but the values of tensors; on rank 0.
@@ -258,13 +225,11 @@ class ParallelSave:
         raise NotImplementedError
 
     def copy_to_cpu(self) -> None:
-        """Copy what this rank is going to write, because it changes from now on; collective."""
-
-        def copy() -> None:
-            self._regions = [region.copy_to_cpu() for region in self._regions]
-
-        with self._failing(), profile_range("copy checkpoint"):
-            run_on_all_ranks("Copying shards for a background save", copy)
+        """Copy what this rank is going to write, because it changes from now on; local."""
+        self._regions = [
+            region._replace(values=region.values.detach().to("cpu", copy=True))
+            for region in self._regions
+        ]
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
         """Write this rank's part, and give it its name when all have; collective.
@@ -279,21 +244,21 @@ class ParallelSave:
         stage = self._stage
         assert stage is not None
 
-        def write() -> list[Piece]:
-            return write_regions(stage, regions)
-
         def complete() -> None:
             if not self._rank:
                 self.complete(stage, [piece for mine in written for piece in mine])
 
-        with self._failing():
+        with self.failing():
             with profile_range("write checkpoint"):
-                written = run_on_all_ranks(self._action, write, group)
+                written = run_on_all_ranks(
+                    self._action, lambda: write_regions(stage, regions), group
+                )
             with profile_range("finish checkpoint"):
                 run_on_all_ranks(self._action, complete, group)
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def failing(self) -> Iterator[None]:
+        """Delete what is begun if the body fails on any rank."""
         try:
             yield
         except CheckpointError:

@@ -30,7 +30,7 @@ from ..state_dicts.slices import SavedTensor
 from ..support import profile_range
 from . import single_file
 from .index import read_index
-from .manifest import INDEX, changed, damage, read_manifest, require_file
+from .manifest import INDEX, changed, damage, require_file, sizes_of
 from .writer import OTHERS, TRAINER_STATE, put_back
 from .zip_file import read_records
 
@@ -55,10 +55,9 @@ class ShardedCheckpoint:
 
     def _open(self) -> None:
         if not (self.folder / INDEX).is_file():
-            files = ", ".join(sorted(file.name for file in self.folder.iterdir())[:8])
             raise CheckpointError(
                 f"it has no {INDEX} and is no checkpoint in torch's distributed format. If one of"
-                f" its files is meant, name that: {files or 'it has none'}"
+                " its files is meant, name that"
             )
         rank, world_size = rank_and_world_size()
         # each rank compares the checksums of its share of the files
@@ -78,8 +77,7 @@ class ShardedCheckpoint:
 
         Directories of other programs have no manifest, which would say so.
         """
-        # a link would tell of files elsewhere
-        sizes = {f.name: f.stat().st_size for f in self.folder.iterdir() if not f.is_symlink()}
+        sizes = sizes_of(self.folder)
         for entry in self._metadata.storage_data.values():
             name, end = entry.relative_path, entry.offset + entry.length
             size = sizes.get(name, 0)
@@ -114,7 +112,7 @@ class ShardedCheckpoint:
 
     def _trainer_state(self) -> dict[str, Any]:
         file = require_file(self.folder / TRAINER_STATE)
-        if not file.exists() and not read_manifest(self.folder):
+        if not file.exists():  # of another program: a manifest would have it
             return {}
         return single_file.read(file, self._weights_only, is_mapped=False)
 
@@ -129,20 +127,14 @@ class ShardedCheckpoint:
         nested: dict[str, Any] = {}
         for name, kind in self._metadata.state_dict_metadata.items():
             value = values[name] if name in values else self._tensor(name, kind)
-            path = (self._metadata.planner_data or {}).get(name, (name,))
-            try:
-                set_element(nested, path, value)
-            except (AttributeError, IndexError, KeyError, TypeError) as error:
-                raise CheckpointError(
-                    f"the index nests {name!r} in what is no container"
-                ) from error
+            set_element(nested, (self._metadata.planner_data or {}).get(name, (name,)), value)
         return nested
 
     def _tensor(self, name: str, kind: Any) -> SavedTensor:
         def read_into(target: Tensor) -> None:
             self._read({name: target})
 
-        return SavedTensor(name, kind.size, kind.properties.dtype, read_into)
+        return SavedTensor(name, kind.size, kind.properties.dtype, "cpu", read_into=read_into)
 
     @without_other_ranks()  # for the error, which names the folder
     def _read(self, targets: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ own parts of the tensors, through a mapping, and compares its share of the check
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import zipfile
@@ -27,8 +28,8 @@ from ..state_dicts.collective_errors import CheckpointError, rank_and_world_size
 from ..state_dicts.gather import replace_tensors, tensors_in
 from ..state_dicts.optimizer_state import name_parameters, number_parameters
 from .regions import ParallelSave, Place, allocate
-from .storage import begin, commit
-from .zip_file import Piece, changed_records, read_records, share_of_checksums, write_checksums
+from .storage import commit, damage
+from .zip_file import Piece, changed, read_records, write_checksums
 
 _SMALL = 1 << 16  # bytes
 
@@ -37,49 +38,38 @@ class FileSave(ParallelSave):
     """Write a Lightning checkpoint to one file."""
 
     @override
-    def begin(self) -> Path:
-        return begin(self.path)
-
-    @override
     def reserve(self, tree: Any, stage: Path) -> Iterable[tuple[Tensor, Place]]:
-        return reserve(tree, stage)
+        slices = tensors_in(tree)
+        with FakeTensorMode():
+            fakes = {
+                key: torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu")
+                for key, tensor in slices.items()
+            }
+        skeleton = replace_tensors(tree, lambda tensor: fakes[id(tensor)])
+        places: list[tuple[Tensor, Place]] = []
+        storages: dict[str, torch.UntypedStorage] = {}
+        # hazard: others may put something else under this name. The file is a new one, and is not
+        # opened again to find the places in it.
+        with open(stage, "x+b") as stream:
+            with skip_data(materialize_fake_tensors=True):
+                torch.save(skeleton, stream, pickle_module=_pickle_noting(storages))
+            allocate(stream, stream.seek(0, os.SEEK_END))
+            records = {
+                record.name.partition("/data/")[2]: record for record in read_records(stream)
+            }
+        found = {fake.untyped_storage()._cdata: slices[key] for key, fake in fakes.items()}
+        for number, storage in storages.items():
+            # as it lies there: a conjugated view says so in the file
+            tensor = found.get(storage._cdata)
+            if tensor is None:
+                tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            places.append((tensor, Place("", records[number].start)))
+        return places
 
     @override
     def complete(self, stage: Path, pieces: list[Piece]) -> None:
         write_checksums(stage, pieces)
         commit(stage, self.path)
-
-
-def reserve(tree: Any, file: Path) -> Iterable[tuple[Tensor, Place]]:
-    """Write a file with everything in ``tree`` but the values of tensors; see `ParallelSave`."""
-    slices = tensors_in(tree)
-    with FakeTensorMode():
-        fakes = {key: _fake(tensor) for key, tensor in slices.items()}
-    skeleton = replace_tensors(tree, lambda tensor: fakes[id(tensor)])
-    places: list[tuple[Tensor, Place]] = []
-    storages: dict[str, torch.UntypedStorage] = {}
-    # hazard: others may put something else under this name. The file is a new one, and is not
-    # opened again to find the places in it.
-    with open(file, "x+b") as stream:
-        with skip_data(materialize_fake_tensors=True):
-            torch.save(skeleton, stream, pickle_module=_pickle_noting(storages))
-        allocate(stream, stream.seek(0, os.SEEK_END))
-        records = {record.name.partition("/data/")[2]: record for record in read_records(stream)}
-    found = {fake.untyped_storage()._cdata: slices[key] for key, fake in fakes.items()}
-    for number, storage in storages.items():
-        record = records[number]
-        if record.size != storage.nbytes():
-            raise CheckpointError("torch.save wrote tensors in another way than is expected")
-        # as it lies there: a conjugated view says so in the file
-        tensor = found.get(storage._cdata)
-        if tensor is None:
-            tensor = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        places.append((tensor, Place("", record.start)))
-    return places
-
-
-def _fake(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu")
 
 
 def _pickle_noting(storages: dict[str, torch.UntypedStorage]) -> Any:
@@ -117,9 +107,8 @@ def named_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the optimizer states of a loaded checkpoint, with names where it says them."""
     states = checkpoint["optimizer_states"]
     all_names = own_entries(checkpoint).get("optimizer_names", [])
-    sizes = [[len(group["params"]) for group in state["param_groups"]] for state in states]
-    if sizes != [[len(members) for members in names] for names in all_names]:
-        return states  # a hook changed states or groups
+    if len(states) != len(all_names):
+        return states  # a hook changed them, or another program wrote them
     return [name_parameters(*pair) for pair in zip(states, all_names, strict=True)]
 
 
@@ -129,11 +118,15 @@ def load(path: Path, weights_only: bool) -> dict[str, Any]:
     Raises:
         CheckpointError: on all ranks, if the file cannot be read or is not as it was written.
     """
-    fault = changed(path)
-    if fault is not None:
-        raise CheckpointError(f"Loading {path} failed: {fault}")
     checkpoint: dict[str, Any] = {}
-    run_on_all_ranks(f"Loading {path}", lambda: checkpoint.update(read(path, weights_only)))
+
+    def open_file() -> None:
+        # each rank compares the checksums of its share of the records
+        if fault := damage(path) or changed(path, *rank_and_world_size()):
+            raise CheckpointError(fault)
+        checkpoint.update(read(path, weights_only))
+
+    run_on_all_ranks(f"Loading {path}", open_file)
     return checkpoint
 
 
@@ -160,13 +153,11 @@ def read(path: Path, weights_only: bool, is_mapped: bool = True) -> dict[str, An
         raise
     except Exception as error:  # a file of anything raises nearly anything
         # between a preface and links of torch's
-        reason = str(error).partition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
-        what, is_global, _ = reason.partition(" was not an allowed global")
-        if not is_global:
-            raise CheckpointError(f"{path} is no checkpoint ({reason or repr(error)}).") from error
+        reason = str(error).partition("WeightsUnpickler error: ")[2].strip()
+        reason = reason.partition("\n")[0].partition(". ")[0]
         raise CheckpointError(
-            f"{path} has more than tensors and plain values ({what}). If you trust its source,"
-            " load it with CheckpointOptions(weights_only=False)."
+            f"{path} is no checkpoint of tensors and plain values ({reason or repr(error)}). If it"
+            " has more and you trust its source: CheckpointOptions(weights_only=False)."
         ) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is no checkpoint: it holds a {type(content).__name__}.")
@@ -178,27 +169,4 @@ def read(path: Path, weights_only: bool, is_mapped: bool = True) -> dict[str, An
 
 def _unmapped(tensor: Tensor) -> Tensor:
     is_small = tensor.numel() * tensor.itemsize <= _SMALL  # also of a sparse one
-    is_plain = type(tensor) is Tensor and not tensor.requires_grad
-    return tensor.clone() if is_plain and is_small else tensor
-
-
-def changed(path: Path) -> str | None:
-    """Compare the checksums of a file, each rank those of its share; collective.
-
-    Files of torch's format before version 1.6 have none, and count as unchanged.
-
-    Returns:
-        on all ranks, what is damaged; None if the records are as they were written.
-
-    Raises:
-        CheckpointError: on all ranks, if the file is not as ``torch.save`` writes it.
-    """
-    part, parts = rank_and_world_size()
-
-    def compute() -> list[Piece] | None:
-        return share_of_checksums(path, part, parts) if zipfile.is_zipfile(path) else None
-
-    shares = run_on_all_ranks(f"Loading {path}", compute)
-    if None in shares:
-        return None
-    return changed_records(path, [piece for share in shares for piece in share or ()])
+    return copy.deepcopy(tensor) if is_small else tensor

@@ -21,18 +21,17 @@ import errno
 import os
 import shutil
 import zipfile
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
-from ..state_dicts.collective_errors import CheckpointError, MissingCheckpointError
-from . import manifest, zip_file
+from ..state_dicts.collective_errors import CheckpointError
+from . import manifest
 from .manifest import INDEX, MANIFEST
 
 _UNFINISHED, _REMOVED = ".zero3-unfinished-", ".zero3-removed-"
 # errors of fsync that mean lost bytes; the others: the file system, or the kind of file, has none
-NOT_WRITTEN = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
+_NOT_WRITTEN = {errno.EIO, errno.ENOSPC, errno.EDQUOT}
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -66,8 +65,8 @@ def begin(path: Path) -> Path:
         if names and not names & {MANIFEST, INDEX}:
             raise CheckpointError(f"{path} is a folder with other files.\nWrite to a new name.")
     # hazard: a job that writes the same name must not go on in this job's place, so it is unique.
-    # What the other has written is lost, and an error there; `remove` takes all of it away at once,
-    # so the other never commits what is half deleted.
+    # What the other has written is lost, and it misses a file; `remove` takes all of it away at
+    # once, so the other never commits what is half deleted.
     for left in path.parent.glob(f"{_UNFINISHED}*"):
         if not left.is_symlink() and os.path.lexists(left / path.name):
             with suppress(OSError):  # this user may not
@@ -88,37 +87,20 @@ def commit(stage: Path, path: Path) -> None:
     """Move a complete checkpoint to ``path``, and remove the one that had this name before.
 
     Raises:
-        CheckpointError: another job has begun to write ``path``.
+        FileNotFoundError: another job has begun to write ``path``.
     """
-    require_stage(stage, path)
     sync(stage)  # hazard: after a power cut the name could lead to a file without its bytes
     previous = path.with_name(f"{path.stem}.zero3-previous{path.suffix}")
     is_folder = any(each.is_dir() and not each.is_symlink() for each in (stage, path))
-    replaces_in_two_steps = is_folder and os.path.lexists(path)
-    if replaces_in_two_steps:
+    if is_folder and os.path.lexists(path):
         # hazard: at any moment one complete checkpoint must have a name
         remove(previous)
         os.rename(path, previous)
-    try:
-        os.replace(stage, path)
-    except FileNotFoundError:  # another job has begun just now
-        if replaces_in_two_steps:
-            with suppress(OSError):  # the other is through, too
-                os.rename(previous, path)
-        require_stage(stage, path)
-        raise
+    os.replace(stage, path)
     remove(previous)
     sync(path.parent)
     with suppress(OSError):  # it is not of `begin`
         stage.parent.rmdir()
-
-
-def require_stage(stage: Path, path: Path) -> None:
-    """Raise a CheckpointError if another job has begun to write ``path``, which ``stage`` is of."""
-    if not os.path.lexists(stage):
-        raise CheckpointError(
-            f"Another job writes {path}, too, and began later.\nEach needs a folder of its own."
-        )
 
 
 def discard(stage: Path) -> None:
@@ -128,11 +110,7 @@ def discard(stage: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint if it is there; an interruption leaves nothing that looks like one.
-
-    Raises:
-        CheckpointError: ``path`` is no file or folder.
-    """
+    """Delete a file or folder if it is there; an interruption leaves nothing of its name."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
@@ -141,104 +119,29 @@ def remove(path: Path) -> None:
         for left in path.parent.glob(f"{_REMOVED}*"):
             if left.is_dir():  # hazard: `rmtree` of a FIFO waits for a writer
                 shutil.rmtree(left, ignore_errors=True)
-    elif path.exists():
-        raise CheckpointError(f"{path} is no file or folder, so it is not deleted.")
-
-
-def retire(path: Path, links: Iterable[Path] = ()) -> None:
-    """Delete a checkpoint, after pointing those of ``links`` that lead to it at the newest other.
-
-    ``ModelCheckpoint(save_last="link")`` makes such links; a user's own stay as they are.
-    """
-    for link in () if path.is_symlink() else links:
-        if link.is_symlink() and os.path.realpath(link) == os.path.realpath(path):
-            other = last_complete(link.parent, path)
-            if other is not None:
-                point(link, other)
-    remove(path)
 
 
 def point(link: Path, target: Path) -> None:
-    """Make ``link`` lead to ``target``."""
+    """Make ``link`` lead to ``target``, in one step."""
     stage = begin(link)
     os.symlink(os.path.relpath(target, link.parent), stage)
     commit(stage, link)
 
 
-def last_complete(folder: Path, besides: Path | None = None) -> Path | None:
-    """Return the newest checkpoint in ``folder`` that is complete by names and sizes.
-
-    ``besides`` is left out, also where a link leads to it.
-    """
-    paths = [
-        path
-        for path in folder.glob("*.ckpt")
-        if besides is None or os.path.realpath(path) != os.path.realpath(besides)
-    ]
-    return max(filter(_is_whole, paths), key=_when_saved, default=None)
-
-
-def other_complete(path: Path) -> str:
-    """Say, for the error if ``path`` is broken, which checkpoint there is instead."""
-    last = last_complete(path.parent, path)
-    if last is None:
-        return "There is no other complete one in its folder."
-    return f"The last complete one besides it is {last}."
-
-
-def choose(path: Path, newest: bool) -> tuple[Path, list[str]]:
-    """Choose the checkpoint to read for ``path``.
-
-    Args:
-        path: the checkpoint that the user asked for.
-        newest: the user asked for the newest checkpoint, so the last complete one is chosen if
-            ``path`` is incomplete. (A complete checkpoint with wrong checksums is an error all the
-            same: a disk that loses bytes must not go unnoticed.)
-
-    Returns:
-        the checkpoint, and warnings about broken ones in its folder.
-
-    Raises:
-        CheckpointError: ``path`` does not exist or is incomplete; the error names the last complete
-            checkpoint of the folder.
-    """
-    remarks = [
-        f"{path.with_name(stage.name)}: incomplete: its save did not finish. Delete {stage.parent}"
-        " if no job is writing it."
-        for stage in sorted(path.parent.glob(f"{_UNFINISHED}*/*"))
-        if not stage.parent.is_symlink()  # a stranger's
-    ]
-    if not path.exists():
-        what = " ".join([f"There is no checkpoint {path}.", *remarks, other_complete(path)])
-        raise MissingCheckpointError(what)
-    fault = damage(path)
-    if fault is None:
-        return path, remarks
-    last = last_complete(path.parent, path) if newest else None
-    if last is None:
-        raise CheckpointError(f"{path} is {fault}. {other_complete(path)}")
-    remarks.append(f"{path} is {fault}. Going on from the last complete checkpoint, {last}.")
-    return last, remarks
-
-
 def damage(path: Path) -> str | None:
-    """Say what is wrong with a checkpoint by names and sizes, or return None."""
-    if path.exists() and not (path.is_dir() or path.is_file()):
+    """Say what is wrong with a checkpoint by names and sizes, or return None.
+
+    Of a file: whether its end is there, the directory of a zip file. No checksum is compared.
+    """
+    if path.is_dir():
+        return manifest.damage(path)
+    if path.exists() and not path.is_file():
         return "no file or folder"  # hazard: reading a FIFO waits for a writer
-    return manifest.damage(path) if path.is_dir() else zip_file.damage(path)
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        if path.is_dir():
-            return (path / MANIFEST).exists() and damage(path) is None
-        return path.is_file() and zipfile.is_zipfile(path)
-    except OSError:  # a neighbour that this user must not read
-        return False
-
-
-def _when_saved(path: Path) -> tuple[float, Path]:
-    return (path / MANIFEST if path.is_dir() else path).stat().st_mtime, path
+    with open(path, "rb") as stream:
+        begins_as_zip = stream.read(2) == b"PK"  # torch's older format does not
+    if begins_as_zip and not zipfile.is_zipfile(path):
+        return "incomplete: the end of the file is missing"
+    return None
 
 
 def sync(path: Path) -> None:
@@ -256,5 +159,5 @@ def sync(path: Path) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        if error.errno in NOT_WRITTEN:
+        if error.errno in _NOT_WRITTEN:
             raise

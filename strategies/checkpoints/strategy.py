@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -27,7 +26,6 @@ from ..launch.process_strategy import ProcessStrategy
 from ..optimizers.param_groups import ParamGroups, whole_parameters
 from ..state_dicts.collective_errors import CheckpointError, run_on_all_ranks
 from ..state_dicts.gather import gather_on_rank_zero
-from ..state_dicts.gradients import load_gradients, sliced_gradients
 from ..state_dicts.model_state import (
     compare_keys,
     load_module,
@@ -40,8 +38,6 @@ from ..state_dicts.model_state import (
 from ..state_dicts.optimizer_hooks import (
     NO_STATES,
     finish_loading,
-    remarks_on_methods,
-    require_state_for_each,
 )
 from ..state_dicts.optimizer_state import (
     load_optimizer_state,
@@ -53,7 +49,7 @@ from . import single_file
 from .background import BackgroundSave
 from .frozen import BASE, exclude, frozen_names, require_base
 from .options import CheckpointOptions
-from .storage import choose, is_remote, local, other_complete, point, retire
+from .storage import is_remote, local, point, remove
 from .weights import (
     MAX_FILE_BYTES,
     WeightsSave,
@@ -62,7 +58,6 @@ from .weights import (
     rename_keys,
 )
 
-_GRADIENTS = "zero3_gradients"
 _LOCAL_ONLY = (
     "sharded checkpoints, and those that are written in the background, lie on a file system that"
     " all ranks see, and take no storage options. Choose one, or the default,"
@@ -71,19 +66,16 @@ _LOCAL_ONLY = (
 
 
 class CheckpointStrategy(ProcessStrategy):
-    """Save and load the parameters, gradients and optimizer states of an engine."""
+    """Save and load the parameters and optimizer states of an engine."""
 
     engine: Zero3Engine | None
     _trainer: pl.Trainer
     _data: DataHooks
     _checkpoints: CheckpointOptions
     _groups: ParamGroups
-    # loaded gradients of an accumulation window that goes on, until training starts
-    _loaded_gradients: Mapping[str, Tensor] | None = None
     _background: BackgroundSave | None = None  # while the model is trained
     _group: dist.ProcessGroup | None = None  # of all ranks, when the model was sharded
     _pending_weights: Sequence[Mapping[str, Any]] = ()  # to load once the model is sharded
-    _links: Set[Path] = frozenset()  # to checkpoints, that this run has made
     # names of what was frozen when the model was sharded and not trained since, to leave out
     _frozen: Set[str] = frozenset()
 
@@ -170,8 +162,7 @@ class CheckpointStrategy(ProcessStrategy):
         self._follow_groups()
         assert self.engine is not None
         optimizer = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
-        for remark in remarks_on_methods(optimizer):
-            rank_zero_warn(remark)
+        _warn_of_methods(optimizer)
         step = self.engine.steps[optimizer]
         step.take_state()
         owned = whole_parameters(step)
@@ -197,10 +188,8 @@ class CheckpointStrategy(ProcessStrategy):
             return super().save_checkpoint(checkpoint, filepath, storage_options)
         self._require_all_ranks(f"Saving {filepath}")
         self._data.save(self._trainer, checkpoint)
-        if "optimizer_states" in checkpoint:
-            if not checkpoint["optimizer_states"] and self._trainer.global_step:
-                rank_zero_warn(f"Saving {filepath}: {NO_STATES}")
-            self._save_gradients(checkpoint)
+        if checkpoint.get("optimizer_states") == [] and self._trainer.global_step:
+            rank_zero_warn(f"Saving {filepath}: {NO_STATES}")
         if self._checkpoints.exclude_frozen and self.engine is not None:
             assert module is not None
             exclude(checkpoint, self._frozen & frozen_names(module))
@@ -262,27 +251,6 @@ class CheckpointStrategy(ProcessStrategy):
         self.engine.collectives.meet(Meeting.SAVE)
         compare_notes(self.engine.collectives)
 
-    def _save_gradients(self, checkpoint: dict[str, Any]) -> None:
-        """Add the gradients of an unfinished accumulation window to the checkpoint; collective.
-
-        With manual optimization Lightning knows of no window: it requires
-        ``accumulate_grad_batches=1``.
-        """
-        # Lightning annotates its `current` with a base class
-        progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress
-        done = progress.current.processed % self._trainer.accumulate_grad_batches
-        is_over = progress.is_last_batch and progress.current.processed == progress.current.ready
-        if done == 0 or is_over or self.engine is None:
-            return
-        if self._trainer.interrupted:
-            rank_zero_warn(
-                f"An exception ended training after {done} micro-batches of an accumulation window."
-                " Their gradients are not in the checkpoint that is saved now: the first step of a"
-                " run that resumes will lack them."
-            )
-        else:
-            checkpoint[_GRADIENTS] = sliced_gradients(self.engine)
-
     def finish_saving(self) -> None:
         """Wait for a checkpoint that is written in the background; collective.
 
@@ -293,47 +261,25 @@ class CheckpointStrategy(ProcessStrategy):
             self._background.wait()
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Finish a background save, on all ranks in the first step after it ended on any rank."""
-        super().on_train_batch_start(batch, batch_idx)
-        saving = self._background
-        if saving is not None and saving.is_running:
-            assert self.engine is not None
-            # hazard: all ranks must raise the error of a failed save in the same step, or some
-            # would wait for others that stopped. Ranks agree on the CPU, without a device's work.
-            is_finished = torch.tensor([int(saving.is_finished())], device="cpu")
-            if int(self.engine.collectives.agree(is_finished)):
-                saving.wait()
-
-    @override
     def post_backward(self, closure_loss: Tensor) -> None:
         """Note which parameters are trained, as they may be frozen when a checkpoint is saved."""
         super().post_backward(closure_loss)
         if self._frozen:
-            assert self.engine is not None and self.lightning_module is not None
+            assert self.engine is not None
             gradients = self.engine.gradients
-            with_gradient = compress(gradients.trained, gradients.used)
-            if any(entry.name in self._frozen for entry in with_gradient):
-                self._frozen &= frozen_names(self.lightning_module)
+            self._frozen -= {entry.name for entry in compress(gradients.trained, gradients.used)}
 
     @override
     def on_train_start(self) -> None:
-        """Load gradients of an unfinished window, and let saves run in the background from now on.
-
-        Gradients cannot be loaded earlier: Lightning's ``Trainer._run_stage`` clears them all.
-        """
+        """Let saves run in the background from now on."""
         super().on_train_start()
-        gradients, self._loaded_gradients = self._loaded_gradients, None
-        if gradients is not None:
-            assert self.engine is not None
-            load_gradients(self.engine, gradients)
         self._background = BackgroundSave() if self._checkpoints.background else None
 
     @override
     def on_train_end(self) -> None:
         """Wait for the last checkpoint before training is over."""
         super().on_train_end()
-        self._close_background()
+        self.finish_saving()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -347,20 +293,13 @@ class CheckpointStrategy(ProcessStrategy):
 
     @override
     def teardown(self) -> None:
-        """Wait for a save in flight (a tuner ends a run without ``on_train_end``) and tear down."""
-        self._pending_weights = ()
+        """Finish what is in flight (a tuner ends a run without ``on_train_end``) and tear down."""
+        background, self._background, self._pending_weights = self._background, None, ()
         try:
-            self._close_background()
-        finally:
-            super().teardown()
-
-    def _close_background(self) -> None:
-        try:
-            self.finish_saving()
-        finally:
-            background, self._background = self._background, None
             if background is not None:
                 background.close()
+        finally:
+            super().teardown()
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
@@ -373,19 +312,18 @@ class CheckpointStrategy(ProcessStrategy):
         if is_remote(filepath) or type(self.checkpoint_io) is not TorchCheckpointIO:
             self.checkpoint_io.remove_checkpoint(filepath)
         else:
-            self._after_save(lambda: retire(Path(filepath), self._links))
+            self._after_save(lambda: remove(Path(filepath)))
 
     def link_checkpoint(self, path: _PATH, link: _PATH) -> None:
         """Make ``link`` lead to a checkpoint, once a save in flight is complete; local."""
         if self.is_global_zero and os.path.abspath(path) != os.path.abspath(link):
-            self._links |= {Path(link)}
             self._after_save(lambda: point(Path(link), Path(path)))
 
     def _after_save(self, change: Callable[[], None]) -> None:
         if self._background is None:
             change()
         else:
-            self._background.call_after_save(change)
+            self._background.change_after_save(change)
 
     # -------------------------------------------------------------------------------------- loading
 
@@ -404,41 +342,10 @@ class CheckpointStrategy(ProcessStrategy):
                 lambda: checkpoint.update(load(checkpoint_path, weights_only)),
             )
         else:
-            checkpoint = self._load_local(Path(checkpoint_path), weights_only)
+            # each rank has looked for "last" itself
+            checkpoint = open_checkpoint(Path(self.broadcast(checkpoint_path)), weights_only)
         self._data.load(checkpoint)
         return checkpoint
-
-    def _load_local(self, wanted: Path, weights_only: bool) -> dict[str, Any]:
-        chosen = run_on_all_ranks(
-            f"Loading {wanted}",
-            lambda: self._choose_checkpoint(wanted) if self.is_global_zero else None,
-        )[0]
-        assert chosen is not None
-        path, remarks = chosen
-        for remark in remarks:
-            rank_zero_warn(remark)
-        try:
-            return open_checkpoint(path, weights_only)
-        except CheckpointError as error:
-            what = f"{str(error).rstrip('.')}. {other_complete(path)}"
-            raise CheckpointError(what) from error.__cause__
-
-    def _choose_checkpoint(self, wanted: Path) -> tuple[Path, list[str]]:
-        """Choose the checkpoint to read: another one if the newest is wanted and is incomplete.
-
-        Lightning's ``_CheckpointConnector._parse_ckpt_path`` has turned "last" and "hpc" into paths
-        already, so the newest is wanted if ``wanted`` is a path that it would find again.
-        """
-        module = self.lightning_module
-        if module is None or module._trainer is None:  # no run: the path is one that a user names
-            return choose(wanted, False)
-        newest = {self._trainer._checkpoint_connector._hpc_resume_path}
-        for callback in self._trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint):
-                newest |= callback._find_last_checkpoints(self._trainer)
-            newest.add(getattr(callback, "ckpt_path", None))  # of OnExceptionCheckpoint
-        paths = {os.path.normpath(path) for path in newest if path}
-        return choose(wanted, os.path.normpath(wanted) in paths)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -454,31 +361,28 @@ class CheckpointStrategy(ProcessStrategy):
         base = checkpoint.get(BASE)
         if base is None:
             self._pending_weights = ()
-            _warn_of_keys(*self._load_state(state, strict))
-            return
-        require_base(module, base, self.pending_keys())
-        missing, unexpected = compare_keys(named_values(module), state)
-        missing = [key for key in missing if key not in base]
-        require_fit(module, missing, unexpected, strict)
-        _warn_of_keys(missing, unexpected)
-        self._load_state(state, False)
+        else:
+            require_base(module, base, self.pending_keys())
+            missing, unexpected = compare_keys(named_values(module), state)
+            require_fit(module, [key for key in missing if key not in base], unexpected, strict)
+        self._load_state(state, strict and base is None)
 
-    def _load_state(self, state: Mapping[str, Any], strict: bool) -> tuple[list[str], list[str]]:
+    def _load_state(self, state: Mapping[str, Any], strict: bool) -> None:
         """Load weights into shards or a module with memory, or let them wait for the shards."""
         module = self.lightning_module
         assert module is not None
         if self._has_shards(module):
             assert self.engine is not None
-            return load_state_dict(self.engine, module, state, strict)
-        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            load_state_dict(self.engine, module, state, strict)
+        elif any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             missing, unexpected = compare_keys(named_values(module), state)
             require_fit(module, missing, unexpected, strict)
             fitting = {key: value for key, value in state.items() if key not in unexpected}
             self._pending_weights = [*self._pending_weights, fitting]
-            return missing, unexpected
-        # before loading, which then converts from the digits in the file
-        self.precision_plugin.convert_module(module)
-        return load_module(module, state, strict)
+        else:
+            # before loading, which then converts from the digits in the file
+            self.precision_plugin.convert_module(module)
+            load_module(module, state, strict)
 
     def _has_shards(self, module: nn.Module) -> bool:
         return self.engine is not None and all(
@@ -578,25 +482,37 @@ class CheckpointStrategy(ProcessStrategy):
         """
         self._follow_groups()
         assert self.engine is not None
-        self._loaded_gradients = checkpoint.get(_GRADIENTS)
         states = single_file.named_states(checkpoint)
-        require_state_for_each(states, self.optimizers)
+        if states and len(states) != len(self.optimizers):
+            raise ValueError(
+                f"The checkpoint has the states of {len(states)} optimizers, and"
+                f" `configure_optimizers` returns {len(self.optimizers)}.\nReturn as many, or start"
+                ' all anew: in `on_load_checkpoint`, `checkpoint["optimizer_states"] = []` and'
+                ' `checkpoint["lr_schedulers"] = []`.'
+            )
         for index, (optimizer, state) in enumerate(zip(self.optimizers, states, strict=False)):
+            _warn_of_methods(optimizer)
             step = self.engine.steps[optimizer]
             is_whole = whole_parameters(step) is not None
-            remarks = load_optimizer_state(step, state, index, is_whole)
-            for remark in (*remarks, *remarks_on_methods(optimizer)):
+            for remark in load_optimizer_state(step, state, index, is_whole):
                 rank_zero_warn(remark)
         give_back_memory()
         for optimizer in self.optimizers if states else ():
             finish_loading(self.engine.steps[optimizer])
 
 
-def _warn_of_keys(missing: list[str], unexpected: list[str]) -> None:
-    found = [
-        f"{owner} has no {keys[0]!r}" + (f" and {len(keys) - 1} others" if len(keys) > 1 else "")
-        for owner, keys in (("the checkpoint", missing), ("the model", unexpected))
-        if keys
+def _warn_of_methods(optimizer: Optimizer) -> None:
+    """Warn if an optimizer's class overrides how states are saved or loaded."""
+    cls = type(optimizer)
+    own = [
+        name
+        for name in ("state_dict", "load_state_dict")
+        if getattr(cls, name) is not getattr(Optimizer, name)
     ]
-    if found:
-        rank_zero_warn(f"`strict_loading` is off: {'; '.join(found)}.")
+    if own:
+        rank_zero_warn(
+            f"{cls.__name__} has its own {' and '.join(f'`{name}`' for name in own)}, which zero3"
+            " does not call: only `state` and `param_groups` of optimizers are saved and loaded.\n"
+            "Keep what belongs to no parameter in `state`, under a string, and adjust what was"
+            " loaded in `__setstate__`."
+        )

@@ -123,7 +123,7 @@ class ShardedSave(FileSystemWriter):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
     def copy_to_cpu(self) -> None:
-        """Copy this rank's part, which may change from now on; collective."""
+        """Copy this rank's part, which may change from now on; local."""
 
         @cache
         def copied(tensor: Tensor) -> Tensor:
@@ -131,11 +131,7 @@ class ShardedSave(FileSystemWriter):
                 return tensor.copy_to_cpu()
             return tensor.detach().to("cpu", copy=True)
 
-        def copy() -> None:
-            self._state = tree_map_only(Tensor, copied, self._state)
-
-        with self._failing(), profile_range("copy checkpoint"):
-            run_on_all_ranks("Copying shards for a background save", copy)
+        self._state = tree_map_only(Tensor, copied, self._state)
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
         """Write this rank's part, and give the directory its name when all have; collective.
@@ -146,7 +142,7 @@ class ShardedSave(FileSystemWriter):
         Raises:
             CheckpointError: on all ranks; what was at the path is still there.
         """
-        with self._failing(), profile_range("write checkpoint"):
+        with self.failing(), profile_range("write checkpoint"):
             dcp.save(
                 self._state,
                 storage_writer=self,
@@ -157,7 +153,8 @@ class ShardedSave(FileSystemWriter):
             )
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def failing(self) -> Iterator[None]:
+        """Delete what is begun if the body fails on any rank."""
         try:
             yield
         except (CheckpointError, CheckpointException) as raised:
@@ -173,12 +170,8 @@ class ShardedSave(FileSystemWriter):
 
     @override
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        # `FileSystemWriter.prepare_local_plan` would create the folder on every rank
-        if not self.path.is_dir():
-            raise CheckpointError(
-                f"{self.path} was created by rank 0 and is not there. All ranks must see the same"
-                " file system, as the same user."
-            )
+        # `FileSystemWriter.prepare_local_plan` would create the folder on every rank, and a rank
+        # that does not see that of rank 0 would write to its own
         return plan
 
     @override

@@ -2,7 +2,7 @@
 
 ``torch.load`` does not compare the checksums, and ``torch.save`` leaves them out inside
 ``torch.serialization.skip_data``. A record's checksum is put together from those of its pieces, so
-every rank computes or compares its share of the bytes alone.
+every rank computes those of the bytes that it writes alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,11 +20,11 @@ from ..state_dicts.collective_errors import CheckpointError
 
 _BLOCK = 1 << 20  # bytes read at a time
 # Of the zip format, in bytes: sizes, and offsets of fields, of a record's header ...
-_HEADER_BYTES, _HEADER_CRC, _HEADER_LENGTHS = 30, 14, 26
+_HEADER_BYTES, _HEADER_LENGTHS = 30, 26
 # ... of a record's entry in the directory at the end of the file ...
 _ENTRY_BYTES, _ENTRY_CRC, _ENTRY_LENGTHS = 46, 16, 28
-# ... and of the descriptor that stands behind a record's data if its header has this flag.
-_DESCRIPTOR_FLAG, _DESCRIPTOR_CRC = 8, 4
+# ... and of the descriptor that stands behind the data of each record that torch writes.
+_DESCRIPTOR_CRC = 4
 _ENCRYPTED_FLAG = 1
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, reflected: the highest bit is the coefficient of x^0
 
@@ -39,9 +39,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """A record's data, and where its checksum stands in the file."""
+    """Where a record's header, its data and its checksum are in the file."""
 
     name: str
+    header: int
     start: int
     size: int
     checksum: int  # 0: none, as in files without checksums
@@ -66,37 +67,18 @@ def read_records(stream: BinaryIO) -> list[Record]:
                     f"its record {info.filename!r} is compressed or encrypted, as torch.save writes"
                     " none"
                 )
-            lengths = _read_fields(stream, info.header_offset + _HEADER_LENGTHS, "<HH")
-            start = info.header_offset + _HEADER_BYTES + sum(lengths)
-            has_descriptor = info.flag_bits & _DESCRIPTOR_FLAG
-            places = (
-                start + info.file_size + _DESCRIPTOR_CRC
-                if has_descriptor
-                else info.header_offset + _HEADER_CRC,
-                entry + _ENTRY_CRC,
-            )
-            records.append(
-                (info.header_offset, Record(info.filename, start, info.file_size, info.CRC, places))
-            )
+            header, size = info.header_offset, info.file_size
+            lengths = _read_fields(stream, header + _HEADER_LENGTHS, "<HH")
+            start = header + _HEADER_BYTES + sum(lengths)
+            places = start + size + _DESCRIPTOR_CRC, entry + _ENTRY_CRC
+            records.append(Record(info.filename, header, start, size, info.CRC, places))
             entry += _ENTRY_BYTES + sum(_read_fields(stream, entry + _ENTRY_LENGTHS, "<HHH"))
-    records.sort(key=lambda pair: pair[0])
-    ends = [header for header, _ in records[1:]] + [end]
-    for (_, record), following in zip(records, ends, strict=True):
+    records.sort(key=lambda record: record.header)
+    ends = [record.header for record in records[1:]] + [end]
+    for record, following in zip(records, ends, strict=True):
         if record.start + record.size > following:
             raise CheckpointError(f"its record {record.name!r} reaches into what follows it")
-    return [record for _, record in records]
-
-
-def damage(file: Path) -> str | None:
-    """Say what is wrong with a file, or return None if its end is there.
-
-    The end of a zip file is its directory. No checksum is compared; see :func:`share_of_checksums`.
-    """
-    with open(file, "rb") as stream:
-        begins_as_zip = stream.read(2) == b"PK"  # torch's older format does not
-    if begins_as_zip and not zipfile.is_zipfile(file):
-        return "incomplete: the end of the file is missing"
-    return None
+    return records
 
 
 def write_checksums(file: Path, pieces: Iterable[Piece]) -> None:
@@ -105,73 +87,45 @@ def write_checksums(file: Path, pieces: Iterable[Piece]) -> None:
     Raises:
         CheckpointError: the pieces do not cover these records.
     """
+    rest = iter(sorted(pieces))
     with open(file, "r+b") as stream:
         missing = [record for record in read_records(stream) if record.size and not record.checksum]
-        for record, checksum in zip(missing, join_checksums(missing, pieces), strict=True):
+        for record in missing:
+            checksum, position, end = 0, record.start, record.start + record.size
+            while position < end:
+                piece = next(rest, Piece(0, 0, 0))
+                if piece.start != position:
+                    raise CheckpointError(
+                        f"byte {position:,}, of the record {record.name!r}, was written by no rank,"
+                        " or by two"
+                    )
+                checksum = _join_two(checksum, piece)
+                position += piece.size
             for place in record.places:
                 stream.seek(place)
                 stream.write(struct.pack("<I", checksum))
 
 
-def share_of_checksums(file: Path, part: int, parts: int) -> list[Piece]:
-    """Compute the checksums of one of ``parts`` equal shares of the bytes of all records."""
-    with open(file, "rb") as stream:
-        records = read_records(stream)
-        total, before, pieces = sum(record.size for record in records), 0, []
-        begin, end = total * part // parts, total * (part + 1) // parts
-        for record in records:
-            first, last = max(begin - before, 0), min(end - before, record.size)
-            if first < last:
-                start, size = record.start + first, last - first
-                pieces.append(Piece(start, size, compute_checksum(stream, start, size)))
-            before += record.size
-    return pieces
+def changed(file: Path, part: int, parts: int) -> str | None:
+    """Compare the checksums of every ``parts``-th record, by size, from number ``part`` on.
 
-
-def changed_records(file: Path, pieces: Iterable[Piece]) -> str | None:
-    """Compare the checksums of all shares with those in the file.
-
-    Files of ``torch.serialization.set_crc32_options(False)`` have none, and count as unchanged.
+    Files of ``torch.serialization.set_crc32_options(False)``, and of torch's format before version
+    1.6, have none, and count as unchanged.
 
     Returns:
         what is damaged; None if the records are as they were written.
-    """
-    with open(file, "rb") as stream:
-        records = [record for record in read_records(stream) if record.size]
-    for record, checksum in zip(records, join_checksums(records, pieces), strict=True):
-        if record.checksum not in (0, checksum):
-            return (
-                f"damaged: its record {record.name!r} does not have the checksum that it was"
-                " written with"
-            )
-    return None
-
-
-def join_checksums(records: Sequence[Record], pieces: Iterable[Piece]) -> list[int]:
-    """Return the checksum of each record, of the pieces that cover it.
 
     Raises:
-        CheckpointError: some bytes of a record are in no piece, or in two.
+        CheckpointError: the file is not as ``torch.save`` writes it.
     """
-    rest = sorted(pieces, reverse=True)
-    found = []
-    for record in records:
-        checksum, position, end = 0, record.start, record.start + record.size
-        while rest and rest[-1].start < end:
-            piece = rest.pop()
-            if piece.start < record.start:
-                continue  # of another record
-            if piece.start != position:
-                break
-            checksum = _join_two(checksum, piece)
-            position += piece.size
-        if position != end:
-            raise CheckpointError(
-                f"bytes {position:,} to {end:,}, of the record {record.name!r}, are not what one"
-                " rank wrote"
-            )
-        found.append(checksum)
-    return found
+    if not zipfile.is_zipfile(file):
+        return None
+    with open(file, "rb") as stream:
+        records = sorted(read_records(stream), key=lambda record: record.size)
+        for record in records[part::parts]:
+            if record.checksum not in (0, compute_checksum(stream, record.start, record.size)):
+                return f"damaged: {record.name!r} does not have the checksum it was written with"
+    return None
 
 
 def _join_two(checksum: int, piece: Piece) -> int:

@@ -65,7 +65,7 @@ def sliced_state_dict(
 
 def load_state_dict(
     engine: Zero3Engine, module: nn.Module, state: Mapping[str, Any], strict: bool
-) -> tuple[list[str], list[str]]:
+) -> None:
     """Load weights into the shards; each rank reads only its part of saved parameters. Collective.
 
     ``module.load_state_dict`` loads everything else: a module may accept other shapes for its
@@ -76,9 +76,6 @@ def load_state_dict(
         module: the whole model.
         state: full tensors, which may be a :class:`~.slices.SavedTensor`.
         strict: refuse missing and unexpected keys.
-
-    Returns:
-        keys that are missing in ``state``, and keys that the model does not have.
 
     Raises:
         RuntimeError: keys with ``strict``, or shapes of parameters, do not fit, and nothing was
@@ -113,7 +110,6 @@ def load_state_dict(
 
     run_on_all_ranks("Loading weights", fill)
     engine.weights_changed()
-    return missing, unexpected
 
 
 def compare_keys(
@@ -162,9 +158,7 @@ def _keys_loaded_by_modules(module: nn.Module) -> set[str]:
     return found
 
 
-def load_module(
-    module: nn.Module, state: Mapping[str, Any], strict: bool
-) -> tuple[list[str], list[str]]:
+def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     """Load weights as other strategies do, by ``module.load_state_dict``; collective.
 
     Parameters in a sharded checkpoint are read one by one, when the module copies each.
@@ -174,20 +168,16 @@ def load_module(
         state: see :func:`load_state_dict`.
         strict: see :func:`load_state_dict`.
 
-    Returns:
-        missing and unexpected keys, as far as the module's ``load_state_dict`` returns them.
-
     Raises:
         CheckpointError: on all ranks, if some rank could not read, or keys with ``strict``, or
             shapes, do not fit.
     """
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
 
-    def load() -> tuple[list[str], list[str]]:
-        found = module.load_state_dict({**state, **_read(state, parameters)}, strict=strict)
-        return getattr(found, "missing_keys", []), getattr(found, "unexpected_keys", [])
+    def load() -> None:
+        module.load_state_dict({**state, **_read(state, parameters)}, strict=strict)
 
-    return run_on_all_ranks("Loading weights", load)[0]
+    run_on_all_ranks("Loading weights", load)
 
 
 def _read(state: Mapping[str, Any], excluded: Container[str] = ()) -> dict[str, Tensor]:

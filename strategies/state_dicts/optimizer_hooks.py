@@ -6,9 +6,7 @@ that ``torch.optim.Optimizer.state_dict`` and ``load_state_dict`` would run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
-from weakref import WeakSet
 
 from torch.optim import Optimizer
 
@@ -19,7 +17,6 @@ NO_STATES = (
     " spawned processes have ended), so no `fit` can go on from this file.\nSave before that, or,"
     " where weights are all you want, with `weights_only=True`."
 )
-_REPORTED_CLASSES: WeakSet[type[Optimizer]] = WeakSet()
 
 
 def run_hooks(optimizer: Optimizer, kind: str, *state: dict[str, Any]) -> Any:
@@ -43,33 +40,3 @@ def finish_loading(step: OptimizerStep) -> None:
     with step.stand_ins_there():
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
         run_hooks(optimizer, "load_state_dict_post")
-
-
-def remarks_on_methods(optimizer: Optimizer) -> list[str]:
-    """Return a warning, once per class, if the class overrides how states are saved or loaded."""
-    cls = type(optimizer)
-    own = [
-        name
-        for name in ("state_dict", "load_state_dict")
-        if getattr(cls, name) is not getattr(Optimizer, name)
-    ]
-    if not own or cls in _REPORTED_CLASSES:
-        return []
-    _REPORTED_CLASSES.add(cls)
-    return [
-        f"{cls.__name__} has its own {' and '.join(f'`{name}`' for name in own)}, which zero3 does"
-        " not call: only `state` and `param_groups` of optimizers are saved and loaded.\nKeep what"
-        " belongs to no parameter in `state`, under a string, and adjust what was loaded in"
-        " `__setstate__`."
-    ]
-
-
-def require_state_for_each(states: Sequence[Any], optimizers: Sequence[Optimizer]) -> None:
-    """Raise a ValueError unless each optimizer has a state, or none has."""
-    if states and len(states) != len(optimizers):
-        raise ValueError(
-            f"The checkpoint has the states of {len(states)} optimizers, and `configure_optimizers`"
-            f" returns {len(optimizers)}.\nReturn as many, or start all anew: in"
-            ' `on_load_checkpoint`, `checkpoint["optimizer_states"] = []` and'
-            ' `checkpoint["lr_schedulers"] = []`.'
-        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 import torch
@@ -139,21 +140,20 @@ def number_parameters(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_parameters(state: dict[str, Any], names: list[list[str]]) -> dict[str, Any]:
-    """Undo :func:`number_parameters`.
+    """Undo :func:`number_parameters`; return ``state`` itself if its groups are of other sizes.
 
     Args:
         state: numbers parameters in any way; what it says of others is left out.
         names: of the parameters of each group.
     """
+    numbers = [group["params"] for group in state["param_groups"]]
+    if [*map(len, numbers)] != [*map(len, names)]:
+        return state
     groups = [
         {**group, "params": members}
         for group, members in zip(state["param_groups"], names, strict=True)
     ]
-    name_of = {
-        number: name
-        for group, members in zip(state["param_groups"], names, strict=True)
-        for number, name in zip(group["params"], members, strict=True)
-    }
+    name_of = dict(zip(chain(*numbers), chain(*names), strict=True))
     named = {
         name_of.get(key, key): values
         for key, values in state["state"].items()
@@ -190,14 +190,14 @@ def load_optimizer_state(
     saved = run_hooks(optimizer, "load_state_dict_pre", {"state": {}, **saved})
     groups = saved["param_groups"]
     if not any(isinstance(key, str) for group in groups for key in group["params"]):
-        sizes = [[len(members) for members in of] for of in ([g["params"] for g in groups], names)]
-        if sizes[0] != sizes[1]:
+        named = name_parameters(saved, names)
+        if named is saved:
             raise ValueError(
-                f"Optimizer {index} was saved with param groups of {sizes[0]} parameters, but has"
-                f" groups of {sizes[1]}, and the checkpoint does not say which parameters they are."
-                " Build the optimizer as in the saved run, or save a sharded checkpoint there."
+                f"Optimizer {index} was saved with param groups of other sizes, and the checkpoint"
+                " does not say which parameters they are. Build the optimizer as in the saved run,"
+                " or save a sharded checkpoint there."
             )
-        saved = name_parameters(saved, names)
+        saved = named
     parameters = {name for group in saved["param_groups"] for name in group["params"]}
     shared = {key: value for key, value in saved["state"].items() if key not in parameters}
     saved["state"] = {name: state for name, state in saved["state"].items() if name in parameters}
@@ -289,27 +289,21 @@ def _load_group_options(
                     options[key] = value.to(group[key].device)
             group.update(options)
         else:
-            origin = f"came from groups {sorted(sources)} of" if sources else "were not in"
             remarks.append(
-                f"Param group {number} of optimizer {index}: its parameters {origin} the saved"
-                " optimizer, so it keeps the learning rate and other options of"
+                f"Param group {number} of optimizer {index}: its parameters were in {len(sources)}"
+                " groups of the saved optimizer, so it keeps the learning rate and other options of"
                 " `configure_optimizers`."
             )
     mine = {name for members in names for name in members}
     fresh, dropped = sorted(mine - saved_in.keys()), sorted(saved["state"].keys() - mine)
     if fresh:
         remarks.append(
-            f"Optimizer {index} starts without state for {_quote_names(fresh)}, which the saved"
-            " one did not train."
+            f"Optimizer {index} starts without state for {fresh[0]!r} (and {len(fresh) - 1} more),"
+            " which the saved one did not train."
         )
     if dropped:
         remarks.append(
-            f"The saved state of {_quote_names(dropped)} is not used: optimizer {index} does not"
-            " train them."
+            f"The saved state of {dropped[0]!r} (and {len(dropped) - 1} more) is not used:"
+            f" optimizer {index} does not train them."
         )
     return remarks
-
-
-def _quote_names(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(map(repr, names[:3])) + more

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_map
 
 from ..engine import Chunk, Entry, Zero3Engine
 from ..support.torch_internals import DisableTorchFunctionSubclass
-from .boxes import Box, cut_into_boxes, memory_order
+from .boxes import cut_into_boxes, memory_order
 
 if TYPE_CHECKING:  # importing torch.distributed.checkpoint is slow, and few calls need it
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -27,6 +28,17 @@ _METADATA_METHODS = frozenset(
 
 class TensorDescription(Tensor):
     """The name, shape and dtype of a tensor whose values are elsewhere."""
+
+    label: str  # its name
+
+    @staticmethod
+    def __new__(
+        cls, label: str, size: torch.Size, dtype: torch.dtype, device: Any, **attributes: Any
+    ) -> Any:
+        """Make a tensor of ``size`` with the attributes of its class."""
+        tensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
+        vars(tensor).update(attributes, label=label)
+        return tensor
 
     @classmethod
     def __torch_function__(
@@ -64,25 +76,9 @@ class SlicedTensor(TensorDescription):
     DTensor implements too). Any other operation on it is an error.
     """
 
-    label: str  # the parameter's name
     parts: dict[torch.Size, Tensor]  # offsets in the full tensor -> values
     # returns the full tensor on all ranks, in memory of its own; collective
     gather_values: Callable[[], Tensor]
-
-    @staticmethod
-    def __new__(
-        cls,
-        label: str,
-        size: torch.Size,
-        dtype: torch.dtype,
-        device: torch.device,
-        parts: dict[torch.Size, Tensor],
-        gather_values: Callable[[], Tensor],
-    ) -> SlicedTensor:
-        """Make a tensor of ``size``, of which ``parts`` are dense."""
-        tensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
-        tensor.label, tensor.parts, tensor.gather_values = label, parts, gather_values
-        return tensor
 
     def fill(self, whole: Tensor) -> None:
         """Copy this rank's parts out of a full tensor; of a saved one nothing else is read."""
@@ -166,7 +162,9 @@ def slice_of(engine: Zero3Engine, entry: Entry, part: Tensor) -> SlicedTensor:
     """
     parts = {} if entry.span is None else dict(_cut_views(part, entry))
     gather = partial(entry.unit.whole, entry, part)
-    return SlicedTensor(entry.name, entry.size, part.dtype, part.device, parts, gather)
+    return SlicedTensor(
+        entry.name, entry.size, part.dtype, part.device, parts=parts, gather_values=gather
+    )
 
 
 def owned_tensor(
@@ -189,28 +187,14 @@ def owned_tensor(
             whole.copy_(part)
         return engine.collectives.broadcast(whole, owner)
 
-    return SlicedTensor(name, size, dtype, engine.device, parts, gather)
+    return SlicedTensor(name, size, dtype, engine.device, parts=parts, gather_values=gather)
 
 
 class SavedTensor(TensorDescription):
     """A tensor in a checkpoint, whose values are read when an operation needs them."""
 
-    label: str
     # copies the values into a tensor of any dtype, or a rank's parts of them into a slice; local
     read_into: Callable[[Tensor], None]
-
-    @staticmethod
-    def __new__(
-        cls,
-        label: str,
-        size: torch.Size,
-        dtype: torch.dtype,
-        read_into: Callable[[Tensor], None],
-    ) -> SavedTensor:
-        """Make a tensor that ``read_into`` reads; ``label`` is its name in the checkpoint."""
-        tensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=torch.device("cpu"))
-        tensor.label, tensor.read_into = label, read_into
-        return tensor
 
     def read(self) -> Tensor:
         """Return the full value, on the CPU; local."""
@@ -241,8 +225,5 @@ def _cut_views(part: Tensor, entry: Entry) -> Iterator[tuple[torch.Size, Tensor]
     for box in cut_into_boxes(
         [entry.size[dim] for dim in order], entry.span.start, entry.span.stop
     ):
-        yield torch.Size(box.offsets[k] for k in back), _view_box(part, box).permute(back)
-
-
-def _view_box(flat: Tensor, box: Box) -> Tensor:
-    return flat[box.start : box.start + torch.Size(box.sizes).numel()].view(box.sizes)
+        values = part[box.start : box.start + prod(box.sizes)].view(box.sizes)
+        yield torch.Size(box.offsets[k] for k in back), values.permute(back)

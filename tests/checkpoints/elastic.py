@@ -72,13 +72,17 @@ def _scaler():
 CASES = {
     "plain": (Elastic, {}, dict),
     "scaler": (Elastic, {"keep_in_fp32": ["*"]}, _scaler),
-    "in a window": (Elastic, {}, lambda: {"accumulate_grad_batches": 2}),
-    "in a window, sharded": (
+    "after a window": (Elastic, {}, lambda: {"accumulate_grad_batches": SAVED}),
+    "after a window, sharded": (
         Elastic,
         {"checkpoint": CheckpointOptions(kind="sharded")},
-        lambda: {"accumulate_grad_batches": 2},
+        lambda: {"accumulate_grad_batches": SAVED},
     ),
-    "in a window, held": (Elastic, {"reduce_once": True}, lambda: {"accumulate_grad_batches": 2}),
+    "after a window, held": (
+        Elastic,
+        {"reduce_once": True},
+        lambda: {"accumulate_grad_batches": SAVED},
+    ),
     "two optimizers": (Two, {}, dict),
 }
 

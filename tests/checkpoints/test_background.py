@@ -3,8 +3,8 @@ lost.
 """
 
 import threading
-import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -65,22 +65,13 @@ class Disk(Callback):
     def on_train_batch_start(self, trainer, *_):
         there = sorted(self.folder.glob("*.ckpt"))
         self.seen.append([path.name for path in there])
-        if trainer.global_rank == 0:
-            assert all(path.exists() and damage(path) is None for path in there), (
-                "a name leads to nothing whole"
-            )
+        for path in there if trainer.global_rank == 0 else ():
+            with suppress(FileNotFoundError):  # the thread deletes it
+                assert damage(path) is None, "a name leads to nothing whole"
 
     def on_train_batch_end(self, trainer, *_):
         if trainer.global_step == WRITES_AFTER:
             self.answers.set()
-            saving = trainer.strategy._background
-            while (
-                self.fails
-                and saving.is_running
-                and trainer.global_rank == 0
-                and not saving.is_finished()
-            ):
-                time.sleep(0.01)  # the other rank may not know yet
 
 
 class Save(Callback):
@@ -190,7 +181,7 @@ def test_background_saves(kind, tmp_path):
         )
         error, steps, others = failed[None]
         assert error == f"CheckpointError('Saving {told}')" and not others
-        assert steps == WRITES_AFTER + 1, "not told when the next step began"
+        assert steps == 2 * EVERY, "not told when the next save began"
         error, steps, others = failed["on_train_end"]
         assert (
             "other.ckpt failed on rank 1: OSError: the disk is gone" in error

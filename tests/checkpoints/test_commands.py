@@ -34,10 +34,7 @@ def test_inspect_lists_the_tensors_of_a_full_checkpoint(tmp_path, capsys):
     ]
     flip(file, file.read_bytes().index(torch.ones(6).numpy().tobytes()))
     assert main(["inspect", str(file)]) == 1
-    assert (
-        f"{file}: damaged: its record 'full/data/0' does not have the checksum"
-        in capsys.readouterr().out
-    )
+    assert f"{file}: damaged: 'full/data/0' does not have the checksum" in capsys.readouterr().out
 
 
 def test_a_path_that_is_none_is_one_line(tmp_path, capsys):
@@ -57,7 +54,7 @@ def test_a_file_that_is_no_checkpoint_is_one_line(tmp_path, capsys, content):
         assert main(command) == 1
         said = capsys.readouterr()
         assert said.out == "" and said.err.count("\n") == 1 and len(said.err) < 500
-        assert f"{file} is no checkpoint" in said.err or f"{file} has more than tensors" in said.err
+        assert f"{file} is no checkpoint of tensors" in said.err
 
 
 def test_what_holds_no_run_says_so(tmp_path, capsys):
@@ -184,14 +181,12 @@ def test_a_sharded_checkpoint_becomes_one_file(tmp_path, capsys):
     assert f"{source}: complete\nepoch 1, step 3, written by 3 ranks on " in printed
     assert "  state_dict.net.embed.weight  (13, 10)  float32\n" in printed
     assert "  optimizer_0.state.across.exp_avg_sq  (13, 7)  float32\n" in printed
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == "it.ckpt: complete\none.ckpt: complete\n"
+    size = (source / "__2_0.distcp").stat().st_size
     (source / "__2_0.distcp").unlink()
     assert main(["inspect", str(source)]) == 1
-    assert (
-        capsys.readouterr().out == f"{source}: incomplete: 2 of 3 shards (__2_0.distcp missing)\n"
-    )
+    lost = f"incomplete: __2_0.distcp has 0 of {size:,} bytes, or is a link"
+    assert capsys.readouterr().out == f"{source}: {lost}\n"
     assert main(["inspect", str(tmp_path)]) == 0
-    assert (
-        capsys.readouterr().out
-        == "it.ckpt: incomplete: 2 of 3 shards (__2_0.distcp missing)\none.ckpt: complete\nlast"
-        " complete: one.ckpt\n"
-    )
+    assert f"it.ckpt: {lost}\n" in capsys.readouterr().out

@@ -60,19 +60,16 @@ HARM = {
 EXPECTED = {
     "flipped": (
         r"failed on rank \d: damaged: __1_0.distcp does not have the checksum that it was written"
-        r" with\. "
-        "The last complete one besides it is .*ckpt"
+        r" with$"
     ),
     "flipped index": "damaged: .metadata does not have the checksum",
     "flipped trainer state": "damaged: meta.pt does not have the checksum",
     "truncated": "incomplete: __0_0.distcp has ",
-    "missing": (
-        r"incomplete: 1 of 2 shards \(__1_0.distcp missing\).* The last complete one besides it is "
-    ),
-    "no index": r"incomplete: 2 of 2 shards \(.metadata missing\)",
+    "missing": "incomplete: __1_0.distcp has 0 of ",
+    "no index": "it has no .metadata and is no checkpoint in torch's distributed format",
     "no manifest, missing": "incomplete: __1_0.distcp has 0 of ",
-    "file, truncated": "file, truncated.ckpt is incomplete: the end of the file is missing",
-    "file, flipped": "damaged: its record .*/data/[0-9]+' does not have the checksum that it was",
+    "file, truncated": "file, truncated.ckpt failed on rank 0: incomplete: the end of the file is missing",
+    "file, flipped": "damaged: '.*/data/[0-9]+' does not have the checksum it was written with",
 }
 
 
@@ -124,7 +121,7 @@ def single_files(folder):
     }
     torch.save(content, folder / "theirs.ckpt")
     saved = {
-        k: SavedTensor(k, v.shape, v.dtype, lambda target, v=v: target.copy_(v))
+        k: SavedTensor(k, v.shape, v.dtype, "cpu", read_into=lambda target, v=v: target.copy_(v))
         for k, v in content["state_dict"].items()
     }
     single_file.FileSave({**content, "state_dict": saved}, folder / "ours.ckpt").write()

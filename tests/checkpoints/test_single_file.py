@@ -124,7 +124,7 @@ def test_checksums_of_pieces_are_the_checksum_of_the_whole():
 def test_a_byte_that_no_rank_wrote_is_an_error(tmp_path, monkeypatch):
     write = regions.write_regions
     monkeypatch.setattr(regions, "write_regions", lambda stage, mine: write(stage, mine[:-1]))
-    with pytest.raises(CheckpointError, match=r"bytes [\d,]+ to [\d,]+, of the record .*/data/1"):
+    with pytest.raises(CheckpointError, match=r"byte [\d,]+, of the record .*/data/\d', was"):
         single_file.FileSave({"a": torch.ones(3), "b": torch.zeros(4)}, tmp_path / "a.ckpt").write()
     assert list(tmp_path.rglob("*.ckpt")) == []
 
@@ -266,21 +266,6 @@ def test_a_file_system_that_gives_no_room_in_advance(tmp_path):
         load_file(tmp_path / "weights" / "model.safetensors"),
     ):
         assert torch.equal(state["a"], torch.ones(1 << 22))
-
-
-def test_a_disk_without_room_is_told_before_anything_is_written(tmp_path, monkeypatch):
-    path = tmp_path / "a.ckpt"
-    single_file.FileSave({"a": torch.zeros(3)}, path).write()
-
-    def refuse(*_):
-        ctypes.set_errno(errno.ENOSPC)
-        return -1
-
-    monkeypatch.setattr(regions, "_fallocate", refuse)
-    with pytest.raises(CheckpointError, match=f"Saving {path} failed: .*No space left"):
-        single_file.FileSave({"a": torch.ones(3)}, path)
-    assert torch.equal(torch.load(path, weights_only=True)["a"], torch.zeros(3))
-    assert [file.name for file in tmp_path.iterdir()] == ["a.ckpt"]
 
 
 def test_two_jobs_that_write_one_name(tmp_path):

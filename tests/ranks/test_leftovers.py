@@ -13,7 +13,6 @@ from torch import nn
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
-from lightning_zero3.strategies.state_dicts.gradients import sliced_gradients
 
 
 class Raise(torch.autograd.Function):
@@ -156,24 +155,6 @@ def _gradients_without_an_optimizer(rank, world_size):
 
 def test_gradients_that_no_optimizer_has_are_dropped():
     run_ranks(_gradients_without_an_optimizer, 2)
-
-
-def _save_incomplete_gradients(rank, world_size):
-    model, optimizer, engine = _engine()
-    _backward(engine, model, torch.ones(2, 6), explicit=True)
-    assert sliced_gradients(engine)
-    model[1].raises = True
-    with pytest.raises(ValueError, match="no gradient"):
-        _backward(engine, model, torch.ones(2, 6), explicit=True)
-    with pytest.raises(RuntimeError, match="incomplete. Call `zero_grad"):
-        sliced_gradients(engine)
-    optimizer.zero_grad()
-    assert not sliced_gradients(engine)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_that_an_exception_left_incomplete_are_not_saved(world_size):
-    run_ranks(_save_incomplete_gradients, world_size)
 
 
 def _train_and_forget(rank, world_size):
