@@ -15,11 +15,9 @@ def sliced_gradients(engine: Zero3Engine) -> dict[str, SlicedTensor]:
     """Return a slice of each gradient, by parameter name; collective.
 
     Raises:
-        RuntimeError: an exception left some gradients incomplete.
         DivergenceError: ranks assigned different gradients to a parameter, which the error names.
     """
-    engine.adopt_gradients()
-    engine.gradients.require_complete(engine.gradients.trained)
+    engine.passes.reduce_held()
     compare_notes(engine.collectives)
     return {
         entry.name: _slice_gradient(engine, entry)
