@@ -543,14 +543,13 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         It is that of the mean over ranks, as ``torch.nn.utils.clip_grad_norm_`` returns it of one
         process. Each rank adds up its own shards, and one number is exchanged. In
         ``on_before_optimizer_step`` gradients are complete, without a scaler's factor, and not
-        clipped yet.
+        clipped yet. On the CPU there are none inside of ``training_step``, and it is 0.
 
         Returns:
             fp32, or float64 if a parameter is.
 
         Raises:
-            ResidencyError: the gradients are not there (inside of ``training_step``), or on their
-                way.
+            ResidencyError: the gradients are on their way.
         """
         assert self.engine is not None
         trained = self.engine.gradients.trained

@@ -15,11 +15,8 @@ from .exchange_log import (
     DivergenceError,
     ExchangeLog,
     Meeting,
-    Setting,
     digest,
     first_difference,
-    require_same_settings,
-    require_same_values,
 )
 from .hybrid import HybridCollectives
 from .process_group import (
@@ -42,11 +39,8 @@ __all__ = [
     "LocalCollectives",
     "Meeting",
     "Pending",
-    "Setting",
     "Work",
     "digest",
     "first_difference",
     "narrow",
-    "require_same_settings",
-    "require_same_values",
 ]

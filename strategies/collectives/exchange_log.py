@@ -6,27 +6,19 @@ import enum
 import hashlib
 from collections import deque
 from collections.abc import Callable, MutableSequence, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-# a parameter's name; "written", "stored" or "assigned"; the checksum of the values
-NamedChecksum = tuple[str, str, int]
-# an optimizer's class, the number of a param group, an option and its value
-Setting = tuple[str, int, str, Any]
 # Steps on gradients that the user assigns need no backward, which would end the list.
 _MAX_STEP_SETTINGS = 10_000
-_WRITES = {
-    "written": "A forward, or an evaluation step, changed parameter {!r} in place",
-    "stored": "Parameter {!r} was stored between steps (`load_state_dict`, `copy_`)",
-    "assigned": "Each rank assigned a gradient of its own to parameter {!r}, or changed it",
-}
 _CHUNK_WORDS = 1 << 18  # words of 8 bytes that a checksum multiplies at a time
 LOOK_FOR = (
-    "\nAll ranks must run the same modules in the same order, load and save together, and take as"
-    " many steps. Look for what one rank does alone (`strategy.gathered` is for that), loaders of"
+    "\nAll ranks must run the same modules in the same order, load and save together, take as many"
+    " steps, and write the same values to parameters, gradients and options of optimizers. Look for"
+    " what one rank does alone, or with other values on each (`strategy.gathered(module,"
+    " modify=True)` is for that, `all_reduce`, `self.log(..., sync_dist=True)`), loaders of"
     " different length, and branches or `should_stop` by a rank's own data"
     " (docs/understand/failures.md#diverging-ranks)."
 )
@@ -73,71 +65,22 @@ class Meeting(enum.IntEnum):
         return member
 
 
-def first_difference(everyone: Sequence[Sequence[int]], describe: Callable[[int], str]) -> str:
-    """Describe the first exchange in which some rank differs from rank 0; empty if none does.
+def first_difference(everyone: Sequence[Sequence[Any]], describe: Callable[[Any], str]) -> str:
+    """Describe the first entry in which some rank differs from rank 0; empty if none does.
 
     Args:
-        everyone: labels of each rank's exchanges since the last agreement. A rank with fewer labels
-            does not differ by that: it may be late.
-        describe: returns in words what a label stands for.
+        everyone: of each rank what it did since the last agreement. A rank with fewer entries does
+            not differ by that: it may be late.
+        describe: returns in words what an entry stands for.
     """
-    for rank, labels in enumerate(everyone):
-        for number, (expected, label) in enumerate(zip(everyone[0], labels, strict=False)):
-            if expected != label:
+    for rank, entries in enumerate(everyone):
+        for number, (expected, entry) in enumerate(zip(everyone[0], entries, strict=False)):
+            if expected != entry:
                 return (
-                    f"The ranks ran different things. At exchange {number} of this step rank 0 came"
-                    f" to {describe(expected)}, rank {rank} to {describe(label)}.{LOOK_FOR}"
+                    f"The ranks ran different things. At entry {number} of this step rank 0 came to"
+                    f" {describe(expected)}, rank {rank} to {describe(entry)}.{LOOK_FOR}"
                 )
     return ""
-
-
-def require_same_values(everyone: Sequence[Sequence[NamedChecksum]]) -> None:
-    """Require that all ranks wrote the same values to parameters, and to their gradients.
-
-    Args:
-        everyone: of each rank, what its :meth:`ExchangeLog.checksums` returned.
-
-    Raises:
-        DivergenceError: two ranks gave a parameter different values or gradients; the error names
-            the first such parameter.
-    """
-    sets = [set(checksums) for checksums in everyone]
-    for name, kind, _ in sorted(sets[0].union(*sets) - sets[0].intersection(*sets)):
-        raise DivergenceError(
-            f"{_WRITES[kind].format(name)}: on some ranks only, or with other values on each.\nDo"
-            " it on all ranks with the same values (`torch.distributed.all_reduce`, or noise with"
-            " `DataOptions(distinct_rank_rng=False)`), or between steps in `with"
-            " strategy.gathered(module, modify=True):`, where rank 0's count."
-        )
-
-
-def require_same_settings(everyone: Sequence[Sequence[Setting]]) -> None:
-    """Require the same optimizer options on all ranks, each of which steps its part of the model.
-
-    Raises:
-        DivergenceError: an option differs; the error names the first one and both values.
-    """
-    for rank, settings in enumerate(everyone):
-        for expected, setting in zip_longest(everyone[0], settings):
-            if repr(expected) != repr(setting):  # nan is not nan
-                raise DivergenceError(
-                    f"Optimizers differ: {_show(expected)} on rank 0 and"
-                    f" {_show(setting, expected)} on rank {rank}.\nEach rank has a part of"
-                    " every gradient: step, clear (`zero_grad()`, `p.grad = None`), assign and set"
-                    " options on all ranks alike. A scheduler that looks at a logged value needs"
-                    " `self.log(..., sync_dist=True)`. To leave out what one rank has computed,"
-                    " multiply its loss by 0."
-                )
-
-
-def _show(setting: Setting | None, expected: Setting | None = None) -> str:
-    """Describe ``setting``, by its value alone where it is of the same option as ``expected``."""
-    if setting is None:
-        return "nothing more"
-    optimizer, group, option, value = setting
-    if expected is not None and setting[:3] == expected[:3]:
-        return str(value)
-    return f"{option!r} of param group {group} of {optimizer} is {value}"
 
 
 def checksum(values: Tensor) -> Tensor:
@@ -177,71 +120,60 @@ class ExchangeLog:
         trace: first a number that all ranks have had since they last agreed or began a step (-1:
             exchanges of two ranks cannot be matched by position), then the labels of the exchanges
             since.
-        has_stored: whether parameters were changed between steps since the last comparison.
+        writes: by parameter and kind ("written" in a step, "stored" between steps, "assigned as
+            gradient") a checksum of all values since the last comparison.
         describe: returns in words what a label stands for, for errors.
-        settings: returns what else must be the same on all ranks.
-        step_settings: settings of each optimizer step since the last comparison.
-        backward_settings: the gradients that there were when the last backward, which adds to them,
-            began.
+        settings: returns what else must be the same on all ranks, in words.
+        step_settings: settings of each optimizer step and backward since the last comparison.
         progress: index of the last unit that was used, and number of exchanges that were begun.
     """
 
     def __init__(self) -> None:
-        self._agreements = self._resumed = 0
+        self._number = 0  # the upper bits count agreements
         self.trace = [0]
-        self.has_stored = False
-        # by parameter and kind: checksums of all values since the last comparison, and of the last
-        self._writes: dict[tuple[str, str], Tensor] = {}
-        self._latest: dict[tuple[str, str], Tensor] = {}
+        self.writes: dict[tuple[str, str], Tensor] = {}
         self.describe: Callable[[int], str] = str
-        self.settings: Callable[[], list[Setting]] = list
-        self.step_settings: deque[Setting] = deque(maxlen=_MAX_STEP_SETTINGS)
-        self.backward_settings: list[Setting] = []
+        self.settings: Callable[[], list[str]] = list
+        self.step_settings: deque[str] = deque(maxlen=_MAX_STEP_SETTINGS)
         self.progress: MutableSequence[int] | memoryview = [-1, 0]
 
     def record_write(self, name: str, kind: str, values: Tensor) -> None:
-        """Record that parameter ``name`` was changed to ``values``.
-
-        ``kind`` is "written" (in a step), "stored" (between steps) or "assigned" (its gradient).
-        """
+        """Record that parameter ``name`` was changed to ``values``; see :attr:`writes`."""
         # All values count, and not the last alone: that may come from a gather of all ranks' parts,
-        # and be the same on all ranks although the earlier ones were not. The same value again
-        # counts once: a forward that clamps a weight runs more often on a rank with more batches to
-        # evaluate.
+        # and be the same on all ranks although the earlier ones were not. In an evaluation a
+        # forward that clamps a weight runs more often on a rank with more batches.
         key, total = (name, kind), checksum(values)
-        latest, self._latest[key] = self._latest.get(key, total), total
-        if (before := self._writes.get(key)) is not None:
-            total = torch.where(total == latest, before, fold(total, before))
-        self._writes[key] = total
-        self.has_stored |= kind == "stored"
+        is_repeated = kind == "written" and self.trace[0] < 0
+        if key in self.writes and not is_repeated:
+            total = fold(total, self.writes[key])
+        self.writes[key] = total
 
-    def record_step(self, gradients: list[Setting]) -> None:
+    def record_step(self, gradients: list[str]) -> None:
         """Record an optimizer step, with the ``gradients`` it uses and the current settings."""
         self.step_settings += [*gradients, *self.settings()]
 
-    def all_settings(self) -> list[Setting]:
-        """Return the current settings, those of the last backward and those of steps."""
-        return [*self.settings(), *self.backward_settings, *self.step_settings]
-
-    def checksums(self) -> list[NamedChecksum]:
-        """Return checksums of writes, in one order on all ranks.
+    def records(self) -> list[str]:
+        """Return what must be the same on all ranks beside the trace, in words.
 
         It waits for the device.
         """
-        keys = sorted(self._writes)
-        totals = torch.stack([self._writes[key] for key in keys]).tolist() if keys else []
-        return [(*key, total) for key, total in zip(keys, totals, strict=True)]
+        keys = sorted(self.writes)
+        totals = torch.stack([self.writes[key] for key in keys]).tolist() if keys else []
+        written = [
+            f"a value {kind} to parameter {name!r} (checksum {total:x})"
+            for (name, kind), total in zip(keys, totals, strict=True)
+        ]
+        return [*written, *self.settings(), *self.step_settings, "nothing more"]
 
     def start_trace(self) -> None:
-        """Clear the log after all ranks have compared everything, the trace included."""
-        self.clear_records()
-        self._agreements, self._resumed = self._agreements + 1, 0
-        self.trace[:] = [self._agreements << 16]
+        """Clear the trace after all ranks have compared it."""
+        self._number = (self._number | 0xFFFF) + 1
+        self.trace[:] = [self._number]
 
     def clear_records(self) -> None:
         """Clear writes and step settings after all ranks have compared them."""
         self.step_settings.clear()
-        self._writes, self.has_stored = {}, False
+        self.writes = {}
 
     def suspend_trace(self) -> None:
         """Mark that from here on exchanges of two ranks cannot be matched by position."""
@@ -250,5 +182,5 @@ class ExchangeLog:
     def resume_trace(self) -> None:
         """Start the trace again if it was suspended, because all ranks begin a step."""
         if self.trace[0] < 0:
-            self._resumed += 1
-            self.trace[:] = [(self._agreements << 16) + self._resumed]
+            self._number += 1
+            self.trace[:] = [self._number]

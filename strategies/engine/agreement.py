@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..collectives import (
-    DivergenceError,
-    LocalCollectives,
-    Meeting,
-    Setting,
-    digest,
-    first_difference,
-    require_same_settings,
-    require_same_values,
-)
+from ..collectives import DivergenceError, LocalCollectives, Meeting, digest, first_difference
 from .unit import Exchange, Unit
 
 # By `Exchange`.
@@ -33,32 +24,26 @@ def compare_notes(collectives: LocalCollectives) -> None:
     Raises:
         DivergenceError: naming a parameter or an option.
     """
-    exchange_log = collectives.exchange_log
-    _agree(collectives, Meeting.NOTES, [], list(exchange_log.step_settings))
-    exchange_log.clear_records()
+    _agree(collectives, Meeting.NOTES, [])
 
 
 def _agree(
-    collectives: LocalCollectives,
-    meeting: Meeting,
-    trace: list[int],
-    settings: list[Setting],
-    flags: bytes = b"",
+    collectives: LocalCollectives, meeting: Meeting, trace: list[int], flags: bytes = b""
 ) -> bytes:
     """The ``flags`` of any rank. Raises a DivergenceError that names the first difference in what
     ranks have exchanged, written and stepped with.
     """
     exchange_log = collectives.exchange_log
-    mine = [*trace, meeting], exchange_log.checksums(), settings
+    mine = [*trace, meeting], exchange_log.records()
     number = digest(*mine)
     votes = torch.tensor([number, -number, *flags], dtype=torch.int64, device="cpu")
     most, least, *agreed = collectives.agree(votes, meeting).tolist()
     if most != -least:
-        traces, written, stepped = zip(*collectives.all_gather_object(mine), strict=True)
-        if difference := first_difference(traces, exchange_log.describe):
-            raise DivergenceError(difference)
-        require_same_values(written)
-        require_same_settings(stepped)
+        traces, records = zip(*collectives.all_gather_object(mine), strict=True)
+        for everyone, describe in (traces, exchange_log.describe), (records, str):
+            if difference := first_difference(everyone, describe):
+                raise DivergenceError(difference)
+    exchange_log.clear_records()
     return bytes(agreed)
 
 
@@ -79,10 +64,9 @@ def reach_agreement(
         DivergenceError: the ranks did not exchange the same things in the same order since the
             last time, wrote other values, or have other options in their optimizers.
     """
-    exchange_log = collectives.exchange_log
-    own = exchange_log.trace[1:], exchange_log.all_settings(), late + changed + used
-    flags = _agree(collectives, Meeting.AGREEMENT, *own)
-    exchange_log.start_trace()
+    trace = collectives.exchange_log.trace[1:]
+    flags = _agree(collectives, Meeting.AGREEMENT, trace, late + changed + used)
+    collectives.exchange_log.start_trace()
     units, modules = len(late), len(late) + len(changed)
     return flags[:units], flags[units:modules], flags[modules:]
 

@@ -8,7 +8,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,10 +22,6 @@ from .gradients import Gradients
 from .reduction import Reducer
 from .sharded import ResidencyError, get_grad, set_grad
 from .unit import BufferPool, Unit
-
-
-class _Pass:
-    """One backward; autograd's run holds it until its end, or until an exception ends it."""
 
 
 class Backward:
@@ -54,12 +49,10 @@ class Backward:
         self.active = False  # a pass has begun and not ended
         self.replayed = False  # by a graph, which has reduced units with others inside
         self._ended = False  # one has, since all ranks expected one
-        self._run: Callable[[], _Pass | None] | None = None  # what autograd's run holds
         # what other ranks lack of rank 0's buffers, as all ranks agreed, while graphs may need them
         # as saved
         self.stale_buffers = b""
         self._current: Unit | None = None  # the unit whose backward runs
-        self._before = b""  # which gradients there were when it began
 
     def collector(self, unit: Unit, entry: Entry) -> Callable[[Tensor], None]:
         """The hook that takes the gradient of ``entry``, of ``unit``, to the reducer, and drops it;
@@ -93,8 +86,6 @@ class Backward:
             # a custom Function may return None
             if grad is None or now._pool.announce:
                 return
-            if used[number] and len(parameter._post_accumulate_grad_hooks) > 1:
-                raise _seen_alone(name)
             if not claimed[where]:
                 now._reducer.claim(where)
             if grad.is_sparse:
@@ -111,6 +102,7 @@ class Backward:
     @contextmanager
     def expected(self) -> Iterator[None]:
         """Around what differentiates losses; collective at exit, on ranks that had none, too."""
+        self.drop_failed()
         self._ended = False
         self._pool.store_written()
         yield
@@ -119,30 +111,19 @@ class Backward:
 
     def begin(self, silent: bool = False) -> None:
         """The first gradient is there; ``silent``: not on this rank."""
-        self.drop_failed()
         if self.active:
             return
         self._pool.store_written()
         if not self._pool.announce:
-            self._gradients.begin_backward()  # or raises, and no pass has begun
-        self.active, self._run, self._before = True, None, bytes(self._gradients.used)
-        self.replayed = False
+            self._gradients.begin_backward()
+        self.active, self.replayed = True, False
         if not silent:
-            this = _Pass()
-            self._run = weakref.ref(this)
-            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_of, this))
+            torch.autograd.Variable._execution_engine.queue_callback(self.end)
 
     def drop_failed(self) -> None:
-        """If an exception has ended the run of the pass, nothing of it stays."""
-        if self.active and self._run is not None:
-            # a device's threads may hold what the run held for a moment
-            if self._run() is None or graph_task() == NO_GRAPH_TASK:
-                self._failed()
-
-    def _end_of(self, this: _Pass) -> None:
-        """Autograd's run is over."""
-        if self._run is not None and self._run() is this:
-            self.end()
+        """If an exception has ended autograd's run, nothing of the pass stays."""
+        if self.active and graph_task() == NO_GRAPH_TASK:
+            self._failed()
 
     def enter(self, unit: Unit, grad: Tensor) -> None:
         """The gradient ``grad`` of an output of ``unit`` is there."""
@@ -181,11 +162,9 @@ class Backward:
         """Autograd has finished; collective."""
         self.begin(silent=True)
         self.complete()
-        if self._pool.announce:
-            self.active, self._run = False, None
-        else:
+        if not self._pool.announce:
             self._conclude()
-        self._ended = True
+        self.active, self._ended = False, True
 
     def complete(self) -> None:
         """Take part in what is left to exchange; collective.
@@ -205,6 +184,7 @@ class Backward:
         """Agree with the other ranks on what was used, reduce what is left, and show the
         gradients.
         """
+        self._collectives.exchange_log.step_settings.append(self._gradients.before)
         late = bytes(len(self._units)) if self._reducer.holding else bytes(self._reducer.claimed)
         with profile_range("agreement"):
             late, changed, used = reach_agreement(
@@ -222,7 +202,6 @@ class Backward:
         self._reducer.finish()
         self._reducer.held = self._reducer.holding
         self._gradients.show(used)
-        self.active, self._run = False, None
 
     def end_step(self) -> None:
         """No graph of the step is differentiated any more: buffers become rank 0's; collective if
@@ -238,11 +217,10 @@ class Backward:
         """Raise if the gradient of parameter ``name`` is looked at in the middle of a backward."""
         self.drop_failed()
         if self.active:
-            raise _out_of_reach(
-                name,
-                "a backward that may have added to it (in a module's hook, or another"
-                " parameter's).\nDo that after the backward (`on_after_backward`), or in a hook of"
-                " the parameter itself.",
+            raise ResidencyError(
+                f"The gradient of parameter {name!r} was read, or set, in a backward that may have"
+                " added to it (in a module's hook, or another parameter's).\nDo that after the"
+                " backward (`on_after_backward`), or in a hook of the parameter itself."
             )
 
     def reduce_held(self, name: str = "") -> None:
@@ -250,13 +228,6 @@ class Backward:
         between passes: reduce what is held; collective if there is anything.
         """
         self.require_ended(name)
-        if self._pool.announce and (name or self._reducer.held):
-            raise _out_of_reach(
-                name,
-                "a step of an evaluation that not all ranks run, where gradients of parameters are"
-                " not kept.\nTake them by `torch.autograd.grad`, or those of training after the"
-                " evaluation.",
-            )
         if self._reducer.held:
             holding, self._reducer.holding = self._reducer.holding, False
             self._gradients.begin_backward()
@@ -267,25 +238,11 @@ class Backward:
         """After an exception: the next pass starts clean."""
         if self.active:
             self._reducer.abandon()
-            self._gradients.give_up(self._before)
+            self._gradients.clear_all()
         # what autograd put on a parameter before a user's hook raised, which ran before the
         # engine's took it away
         with DisableTorchFunctionSubclass():
             for entry in (entry for unit in self._units for entry in unit.trained):
                 set_grad(entry.parameter, None)
         self.coming.clear()
-        self._current, self.active, self.stale_buffers, self._run = None, False, b"", None
-
-
-def _out_of_reach(name: str, where: str) -> ResidencyError:
-    what = f"The gradient of parameter {name!r}" if name else "A gradient"
-    return ResidencyError(f"{what} was read, or set, in {where}")
-
-
-def _seen_alone(name: str) -> ResidencyError:
-    return ResidencyError(
-        f"Parameter {name!r} has a post-accumulate hook, and got a gradient before the one of an"
-        " earlier backward, or of an earlier use of it, was cleared: the hook would find the last"
-        " one alone.\nUse `parameter.register_hook`, which is given each by itself, or change"
-        " `parameter.grad` after the backward (`on_after_backward`)."
-    )
+        self._current, self.active, self.stale_buffers = None, False, b""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -157,7 +156,6 @@ class Zero3Engine(Access):
         self.own_parameters()
         self._forward = ForwardOrder()
         hooks = self._enter_forward, self._leave_forward
-        self._has_warned = False
         self.handles = [handle for unit in self.units for handle in install(unit, *hooks)]
         self._taking = [
             handle for unit in self.units for handle in take_gradients(unit, self.passes.collector)
@@ -207,9 +205,8 @@ class Zero3Engine(Access):
         """Around everything that runs the model: the forward and loss of a micro-batch, an
         evaluation step.
 
-        ``gradients_over``: those of the last step will be cleared before the backward. Between
-        ranks on the CPU their memory is free from here on, which is when activations begin to need
-        it.
+        ``gradients_over``: those of the last step will be cleared before the backward. On the CPU
+        that is done here, so that activations have their memory.
         """
         if self.passes.in_step:
             yield
@@ -221,15 +218,15 @@ class Zero3Engine(Access):
             self.collectives.exchange_log.resume_trace()
         try:
             self.passes.in_step = True
-            if gradients_over:
-                self.gradients.take_away()
+            if gradients_over and not self.gradients.lasting:
+                self.gradients.clear_all()
             with self.around_step():
                 yield
         except BaseException:
             self.abandon()
             raise
         finally:
-            self.passes.in_step = self.gradients.over = False
+            self.passes.in_step = False
         self.passes.end_step()
         self.require_unwritten()
 
@@ -259,10 +256,6 @@ class Zero3Engine(Access):
             yield
         finally:
             self.reducer.holding = False
-
-    def adopt_gradients(self) -> None:
-        """Gradients that are held reach the optimizers; collective if there are any."""
-        self.passes.reduce_held()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -310,12 +303,8 @@ class Zero3Engine(Access):
             chunk.wait_for_host()
 
     def gradient_norm(self, entries: Iterable[Entry]) -> Tensor:
-        """The 2-norm [] of the gradients of ``entries``, in float64; collective.
-
-        Raises:
-            ResidencyError: as :meth:`Gradients.full`.
-        """
-        self.adopt_gradients()
+        """The 2-norm [] of the gradients of ``entries``, in float64; collective."""
+        self.passes.reduce_held()
         square = self.gradients.squared_norm(entries).to(self.device)
         return self.collectives.all_reduce(square).sqrt()
 
@@ -327,7 +316,6 @@ class Zero3Engine(Access):
         """
         self.gradients.forget()
         entries = list(self.entries.values()) if changed is None else list(changed)
-        self._warn_of_kept_views(entries)
         units = dict.fromkeys([entry.unit for entry in entries])
         for unit in units:
             unit.full_values = unit.full_values and {}
@@ -339,28 +327,13 @@ class Zero3Engine(Access):
             for entry in entries:
                 entry.seen = entry.parameter._version
 
-    def _warn_of_kept_views(self, changed: list[Entry]) -> None:
-        if self.pool.is_captured:  # graphs hold views themselves
-            return
-        units = {entry.unit for entry in changed}
-        for unit in self.pool.kept:
-            is_ours = unit in units and not unit.pins
-            if is_ours and unit.buffer.is_held() and not self._has_warned:
-                self._has_warned = True
-                warnings.warn(
-                    f"Somebody holds a view of a weight of unit {unit.name}, made in its forward,"
-                    " while the weight changes: the view shows the value of before until the unit"
-                    " is unsharded again. Keep a `.clone()`, or use the parameter itself.",
-                    stacklevel=2,
-                )
-
     # -------------------------------------------------------------------------------------- forward
 
     def _enter_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
         is_outside = not (self.passes.in_step or unit.has_own_values)
-        has_stored = self.collectives.exchange_log.has_stored
-        if is_outside and has_stored and graph_task() == NO_GRAPH_TASK:
-            # where no rank but this one has stored anything, the next exchange of the others tells
+        has_written = is_outside and self.collectives.exchange_log.writes
+        if has_written and graph_task() == NO_GRAPH_TASK:
+            # where no rank but this one has written anything, the next exchange of the others tells
             with isolated():
                 compare_notes(self.collectives)
         if self.collectives.alone:

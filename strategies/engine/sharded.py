@@ -12,10 +12,9 @@ parameters switch the class of a tensor, too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 import torch._dynamo
 from torch import Tensor, nn
@@ -126,14 +125,13 @@ class _Sharded(_Copied, Tensor):
                 return func(meta_of(target), *args[1:], **kwargs)
             if name in OF_MEMORY:
                 raise refusal(name, target)
-            if name in ALIASES or (name in VIEWS and _is_plain(target, args[1:])):
-                return _view(target, None if name in ALIASES else (func, args[1:], kwargs))
-            if name in ("view_as", "expand_as") and len(args) > 1 and args[1] is target:
-                # no read: this is how the node is found that accumulates the gradient
-                with DisableTorchFunctionSubclass():
-                    return func(*args)
-            if name in _OWN:
-                return _OWN[name](target, *args[1:])
+            if name in ALIASES:
+                return _view(target, None)
+            # a view follows its parameter where autograd has no part in it
+            if name in VIEWS and not (torch.is_grad_enabled() and target.requires_grad):
+                return _view(target, (func, args[1:], kwargs))
+            if name == "data.__set__":
+                return _assign(target, *args[1:])
             if name in LIKE:
                 return func(meta_of(target), *args[1:], **{"device": target.device, **kwargs})
         if name in METADATA:
@@ -145,7 +143,8 @@ class _Sharded(_Copied, Tensor):
         if func in (torch.autograd.grad, torch.autograd.backward):
             return _differentiate(func, *args, **kwargs)
         if name in KINDS:
-            kinds, options = tree_map_only(_Sharded, _kind, (args, kwargs))
+            # of the same dtype, device and shape
+            kinds, options = tree_map_only(_Sharded, _absent, (args, kwargs))
             result = func(*kinds, **options)
             if not isinstance(target, _Sharded) or not isinstance(result, Tensor):
                 return result
@@ -155,9 +154,6 @@ class _Sharded(_Copied, Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<{describe(self)}, sharded: shape {tuple(self.shape)}, {self.dtype}>"
-
-    def __format__(self, spec: str) -> str:
-        return format(self.item(), spec) if not self.dim() else object.__format__(self, spec)
 
 
 def gradient_of(parameter: Any) -> Tensor | None:
@@ -208,6 +204,11 @@ def meta_of(tensor: Any) -> Tensor:
     return _in_place_of(tensor, tensor.zero3_entry.meta)
 
 
+def _absent(tensor: Any) -> Tensor:
+    """What has its dtype, device and shape, without memory."""
+    return _in_place_of(tensor, tensor.zero3_entry.absent_value)
+
+
 def _in_place_of(tensor: Any, whole: Tensor) -> Tensor:
     """What ``tensor`` is of ``whole``, the value: itself, or a view."""
     for function, args, kwargs in tensor.views:
@@ -215,15 +216,8 @@ def _in_place_of(tensor: Any, whole: Tensor) -> Tensor:
     return whole
 
 
-def _is_plain(target: Tensor, args: Any) -> bool:
-    """Whether a view can follow its parameter: autograd has no part in it."""
-    recorded = torch.is_grad_enabled() and target.requires_grad
-    return not (recorded or instances(args, _Sharded))
-
-
 def _view(source: Any, step: tuple[Any, tuple, dict[str, Any]] | None) -> ShardedTensor:
-    entry, views = source.zero3_entry, source.views
-    absent = _in_place_of(source, entry.absent_value)
+    entry, views, absent = source.zero3_entry, source.views, _absent(source)
     if step is not None:
         function, args, kwargs = step
         absent, views = function(absent, *args, **kwargs), (*views, step)
@@ -279,20 +273,6 @@ def _assign(tensor: Any, data: Tensor) -> None:
         tensor.copy_(data.clone())  # it may be a view of the same memory
 
 
-# What a sharded tensor answers by itself.
-_OWN: dict[str, Any] = {
-    "data.__set__": _assign,
-    "storage_offset": lambda p: 0,
-    "detach_": lambda p: p,
-}
-
-
-def _kind(tensor: Tensor) -> Tensor:
-    """A tensor of the same dtype, device and shape, in next to no memory."""
-    dtype = meta_of(tensor).dtype
-    return torch.empty((), dtype=dtype, device=tensor.device).expand(tensor.shape)
-
-
 def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     """``func`` of whole values. What it writes to them is stored."""
     targets = instances(written(func, args, kwargs), _Sharded)
@@ -314,24 +294,18 @@ def _compute(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     whole |= _read_whole([each for key, each in given.items() if key not in whole])
     parts = {key: _in_place_of(each, whole[key]) for key, each in given.items()}
     full_args, full_kwargs = tree_map_only(_Sharded, lambda each: parts[id(each)], (args, kwargs))
-    versions = {key: part._version for key, part in parts.items() if not part.is_inference()}
+    changed = {(target.zero3_entry, target.since) for target in targets}
+    for key, each in given.items():
+        if (each.zero3_entry, each.since) not in changed:
+            each.zero3_entry.owner.watch(each, parts[key])
     result = func(*full_args, **full_kwargs)
     del full_args, full_kwargs
     if targets and hasattr(result, "wait"):
         result.wait()  # a collective that goes on in the background
-    stored = {(target.zero3_entry, target.since) for target in targets}
-    for key, each in given.items():
-        part, owner = parts[key], each.zero3_entry.owner
-        if key in map(id, targets):
-            owner.write(each, whole[key])
-            result = tree_map_only(Tensor, partial(_if_same, part, each), result)
-        # else it is a view of a target
-        elif key in versions and (each.zero3_entry, each.since) not in stored:
-            if part._version != versions[key]:
-                raise ResidencyError(f"`{name}` would change a copy of {describe(each)}.")
-            owner.watch(each, part)
-    if isinstance(result, np.ndarray):
-        result.flags.writeable = False  # nobody would store what is written to it
+    for target in targets:
+        target.zero3_entry.owner.write(target, whole[id(target)])
+        if result is parts[id(target)]:
+            result = target
     return result
 
 
@@ -360,10 +334,6 @@ def owners_of(tensors: Iterable[Any]) -> dict[Any, list[Any]]:
     for tensor in filter(is_sharded, tensors):
         found.setdefault(tensor.zero3_entry.owner, []).append(tensor)
     return found
-
-
-def _if_same(part: Tensor, each: Tensor, result: Tensor) -> Tensor:
-    return each if result is part else result
 
 
 def _differentiate(func: Any, outputs: Any, inputs: Any = None, **kwargs: Any) -> Any:

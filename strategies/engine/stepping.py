@@ -21,10 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..collectives import LOOK_FOR, DivergenceError
 from ..support import profile_range
 from .chunk import Chunk, Entry
-from .sharded import ResidencyError, describe, is_sharded
 from .unit import Exchange
 
 State = dict[str, Any]  # an optimizer's, of one parameter
@@ -108,12 +106,6 @@ def _cut(entry: Entry, key: str, value: Any) -> Any:
         return value
     if key in SCALARS or (not value.dim() and entry.size):
         return value.clone()
-    if value.shape != entry.size:
-        raise ValueError(
-            f"Optimizer state {key!r} of parameter {entry.name!r} has shape {tuple(value.shape)}:"
-            f" an optimizer that steps on shards keeps numbers, and tensors of the parameter's"
-            f" shape {tuple(entry.size)}."
-        )
     return entry.cut(value.to(entry.shard.device)).clone()
 
 
@@ -128,23 +120,14 @@ class StateOfParameters(MutableMapping):
         self.given: dict[Any, State] = {}  # parameter -> state that users have, or gave
 
     def __getitem__(self, key: Any) -> Any:
-        self._require_open()
         if not isinstance(key, Tensor):
             return self._step.state[key]
         if key not in self.given:
-            entry = self._step.entry_of(key)
-            self.given[key] = {}
-            if entry is not None:
-                collectives = self._step.engine.collectives
-                collectives.meet(entry.unit.labels[Exchange.STATE])
-                names = set(collectives.all_gather_object(entry.name))
-                if len(names) > 1:  # hazard: the parts that ranks exchange of two have two sizes
-                    raise DivergenceError(
-                        "The ranks read the optimizer state of different parameters, of"
-                        f" {' and '.join(map(repr, sorted(names)))}. {LOOK_FOR}"
-                    )
-                whole = self._step.stand_ins.whole_state(entry, self._step.state)
-                self.given[key] = whole
+            if (entry := self._step.entry_of(key)) is None:
+                self.given[key] = {}
+            else:
+                self._step.engine.collectives.meet(entry.unit.labels[Exchange.STATE])
+                self.given[key] = self._step.stand_ins.whole_state(entry, self._step.state)
         return self.given[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -157,7 +140,6 @@ class StateOfParameters(MutableMapping):
             del self._step.state[key]
 
     def __iter__(self) -> Iterator[Any]:
-        self._require_open()
         step = self._step
         known = step.stand_ins.names_with_state(step.state)
         for p in [p for group in step.optimizer.param_groups for p in group["params"]]:
@@ -175,18 +157,6 @@ class StateOfParameters(MutableMapping):
             if isinstance(key, Tensor)
             else key in self._step.state
         )
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """The state of ``key``, or ``default`` where there is none."""
-        return self[key] if key in self else default
-
-    def _require_open(self) -> None:
-        if self._step.is_closed:
-            raise ResidencyError(
-                "The state of this optimizer is gone: another run has begun since. Save it before"
-                " (`trainer.save_checkpoint(path)`, `optimizer.state_dict()`), and make another"
-                " optimizer in `configure_optimizers`."
-            )
 
     def clear(self) -> None:
         """All parameters begin anew; local."""
@@ -252,7 +222,9 @@ class OptimizerStep:
         self.optimizer.step = self._wrapped  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """Let go of the optimizer, whose state is gone."""
+        """Let go of the optimizer, which keeps the state that belongs to no parameter, or to new
+        ones.
+        """
         if self.is_closed:
             return
         self.abandon()
@@ -262,12 +234,6 @@ class OptimizerStep:
         if self.optimizer.step is self._wrapped:
             self.optimizer.step = self._step  # type: ignore[method-assign]
         self.is_closed = True
-
-    def hand_over(self) -> None:
-        """:meth:`close`; another engine takes the optimizer over, with the state that belongs to no
-        parameter, or to new ones.
-        """
-        self.close()
         shared, self._state = self.state, {**self._state}
         for key in [key for key in shared if isinstance(key, Tensor)]:
             del shared[key]
@@ -295,20 +261,15 @@ class OptimizerStep:
             return self._groups
         found: list[list[Entry]] = []
         for index, group in enumerate(self.optimizer.param_groups):
-            found.append([])
-            for p in group["params"]:
-                entry = self.engine.entries.get(id(p))
-                if entry is not None and entry.trained:
-                    found[-1].append(entry)
-                elif id(p) not in self.engine.trained_ids:  # integers have no gradient
-                    name = describe(p) if is_sharded(p) else tuple(p.shape)
-                    raise ValueError(
-                        f"Param group {index} of {type(self.optimizer).__name__} ({name} and"
-                        f" others) was added after the last `training_step` began, and"
-                        " its gradients were not kept. Add it between steps (in"
-                        " `on_train_epoch_start` or `on_train_batch_start`), and step the optimizer"
-                        " after the next one."
-                    )
+            if not self.engine.trained_ids.issuperset(map(id, group["params"])):
+                raise ValueError(
+                    f"A parameter of param group {index} of {type(self.optimizer).__name__} was"
+                    " added after the last `training_step` began, and its gradients were not kept."
+                    " Add it between steps (in `on_train_epoch_start` or `on_train_batch_start`),"
+                    " and step the optimizer after the next one."
+                )
+            # integers have no gradient
+            found.append([entry for p in group["params"] if (entry := self.entry_of(p))])
         return found
 
     def names(self) -> list[list[str]]:
@@ -326,7 +287,7 @@ class OptimizerStep:
         ``steps``: the optimizer steps with the gradients as they are now.
         """
         groups = self.entries()
-        self.engine.adopt_gradients()
+        self.engine.passes.reduce_held()
         if steps:
             self.engine.gradients.begin_step(type(self.optimizer).__name__, groups)
         if not self._parameters:
@@ -369,14 +330,14 @@ class OptimizerStep:
             self.engine.weights_changed(chain(*groups))
 
     def abandon(self) -> None:
-        """If a step has failed, put the parameters back, with what it has made of shards; gradients
-        must be cleared then.
+        """If a step has failed, put the parameters back, with what it has made of shards, and
+        clear their gradients.
         """
         if self._parameters:
             entries = list(chain(*self._swap_back()))
             self.stand_ins.drop()
             for entry in entries:
-                self.engine.gradients.note_incomplete(entry, "A step failed")
+                self.engine.gradients.clear(entry)
             self.engine.weights_changed(entries)
 
     @contextmanager
@@ -395,9 +356,8 @@ class OptimizerStep:
         element by element (scaled, clipped); collective if gradients are held.
         """
         gradients = self.engine.gradients
-        self.engine.adopt_gradients()
+        self.engine.passes.reduce_held()
         gradients.forget()
-        gradients.forget_norms()
         parts = map(gradients.part, chain(*self.entries()))
         return [part for part in parts if part is not None]
 

@@ -80,12 +80,11 @@ class ParamGroups:
             return engine
         engine.structure.check()
         self._require_possible(engine)
-        engine.adopt_gradients()
-        engine.gradients.require_complete(engine.gradients.trained)
+        engine.passes.reduce_held()
         compare_notes(engine.collectives)
         before = [engine.steps[optimizer] for optimizer in self._optimizers]
         for step in before:
-            step.hand_over()
+            step.close()
         new = self._shard()
         self.start(new)
         for old, optimizer in zip(before, self._optimizers, strict=True):
@@ -141,7 +140,3 @@ def _move_gradients(old: Zero3Engine, new: Zero3Engine) -> None:
         full: Mapping[str, Any] = before.gradients() if present else {}
         for entry in present:
             new.set_gradient(entry.parameter, full[entry.name])
-    for entry in new.gradients.trained:
-        if entry.name in old.gradients.dropped:
-            # which it had while no optimizer had it, and which was not kept
-            new.gradients.note_incomplete(entry, "A parameter was added to an optimizer")

@@ -8,16 +8,14 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..collectives import Setting
 
-
-def list_settings(optimizers: Iterable[Optimizer]) -> list[Setting]:
-    """List the options of all param groups that are numbers.
+def list_settings(optimizers: Iterable[Optimizer]) -> list[str]:
+    """List the options of all param groups that are numbers, in words.
 
     Tensors on a device are left out: to read one, the host would wait for the device.
     """
     return [
-        (type(optimizer).__name__, number, option, value)
+        f"{option!r} = {value} in param group {number} of {type(optimizer).__name__}"
         for optimizer in optimizers
         for number, group in enumerate(optimizer.param_groups)
         for key, given in group.items()

@@ -1143,27 +1143,6 @@ class FailsInTheMiddle(Case):
 
 
 @case
-class SteppedAfterFailedBackward(FailsInTheMiddle):
-    """An exception in the middle of a second backward, then `optimizer.step()` without clearing"""
-
-    refused = refused_on_one = (
-        r"An exception ended a backward pass.*'[\w.]+'.*incomplete.*`zero_grad\(\)`"
-    )
-
-    def train(self, run):
-        run.optimizer.zero_grad()
-        loss = run.step(lambda model: self.loss(model, self.batch(0, run.rank)))
-        with run.backward():
-            loss.backward()
-        loss = run.step(lambda model: self.broken(model, run.rank))
-        with suppress(ValueError), run.backward():
-            loss.backward()
-        run.recover()
-        run.optimizer.step()
-        super().train(run)
-
-
-@case
 class AssignedAfterFailedBackward(FailsInTheMiddle):
     """An exception in the middle of the first backward, then gradients are assigned, and another
     backward adds to them

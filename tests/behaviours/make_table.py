@@ -119,12 +119,23 @@ DROPPED = (
     (
         "Weights kept over a step, and writes to copies of them",
         7,
-        "what is kept is a snapshot, with a warning; a write to a copy is an error, and to"
+        "what is kept is a snapshot; a write to a copy is an error, and to"
         " `p.data`, `p.detach()` and their rows it is stored",
     ),
     ("Wrong under ddp too, or refused by torch", 8, "torch's error, ours, or what ddp does"),
     ("Another shape or dtype than at set-up (`model.double()`)", 3, "an error"),
     ("Stale gradients, and a network stepped before its backward", 3, "an error"),
+    (
+        "Gradients used as if nothing had happened, after a backward that failed",
+        1,
+        "they are cleared",
+    ),
+    (
+        "Gradients of an earlier backward, in a post-accumulate hook, or of a parameter that comes"
+        " to an optimizer",
+        2,
+        "the hook finds this backward's, the optimizer none",
+    ),
     (
         "Changes in place as nobody spells them (`weight.t_()`, `F.relu(weight, inplace=True)`,"
         " `F.embedding(..., max_norm=...)` outside its layer)",

@@ -563,9 +563,6 @@ NOT_PROMISED: dict[str, tuple[str, ...]] = {
     "Stays an error: a tensor that was assigned to `p.grad`, changed afterwards.": (
         "grads-in-one-buffer",
     ),
-    "Stays an error: stale or incomplete gradients, and weights stepped before their backward.": (
-        "stepped-after-failed-backward",
-    ),
     "Is wrong or fails under ddp too, or torch itself refuses it.": (
         "data-transposed-in-forward",
         "buffer-that-is-an-output",
@@ -606,9 +603,7 @@ NOT_PROMISED: dict[str, tuple[str, ...]] = {
         "ManualAfterFailure",
     ),
     "Done in the middle of a backward, a closure or a window of micro-batches.": (
-        "post-accumulate-hooks-accumulated",
         "stepped-in-backward",
-        "add-param-group-before-zero-grad",
         "add-param-group-after-backward",
     ),
     "Fake tensors, and forwards or derivatives in other threads.": (

@@ -336,7 +336,7 @@ class OptimizerReplaced(Module):
 
 
 class RatesOfEachRank(LikeDdp):
-    refused = "'lr' of param group 0 of SGD is .* on rank 0 and .* on rank 1.*sync_dist=True"
+    refused = "'lr' = .* in param group 0 of SGD, rank 1 to 'lr' = .*sync_dist=True"
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -352,7 +352,7 @@ class RatesOfEachRank(LikeDdp):
 
 
 class BetasOfEachRank(Module):
-    refused = r"'betas\[0\]' of param group 0 of Adam is 0.9 on rank 0 and 0.4 on rank 1"
+    refused = r"'betas\[0\]' = 0.9 in param group 0 of Adam, rank 1 to 'betas\[0\]' = 0.4"
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters())
@@ -364,7 +364,7 @@ class BetasOfEachRank(Module):
 class OptionOfEachRank(Module):
     """One that the optimizer has no default for."""
 
-    refused = "'scale' of param group 0 of SGD is 1.0 on rank 0 and 2.0 on rank 1"
+    refused = "'scale' = 1.0 in param group 0 of SGD, rank 1 to 'scale' = 2.0"
 
     def configure_optimizers(self):
         return torch.optim.SGD(

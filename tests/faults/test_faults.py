@@ -93,7 +93,7 @@ ON_DEVICES = {
         "rank 1 to unshard unit ",
     ),
     Fault("other order", "device", 1, 3): (
-        "In step 5: The ranks ran different things. At exchange ",
+        "In step 5: The ranks ran different things. At entry ",
         "rank 1 to unshard unit ",
     ),
     Fault("lonely barrier", "device", 1, 2): (

@@ -59,7 +59,7 @@ def test_exchanges_of_one_window_are_compared():
     ]
     assert align_traces(rounds) == [[3, 5, 9], [3, 5], [3, 6, 9], [], []]
     said = first_difference(align_traces(rounds), "exchange {}".format)
-    assert "At exchange 1 of this step rank 0 came to exchange 5, rank 2 to exchange 6." in said
+    assert "At entry 1 of this step rank 0 came to exchange 5, rank 2 to exchange 6." in said
     assert not first_difference(align_traces(rounds[:2] + rounds[3:]), str)
     # nobody knows since when
     assert align_traces([replace(beat(1), trace=[-1, 3])] * 2) == [

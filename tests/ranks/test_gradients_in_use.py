@@ -119,7 +119,7 @@ def stepped_with_another_gradient(rank, world_size):
     optimizer.step()
     model.zero_grad(set_to_none=False)
     with pytest.raises(
-        DivergenceError, match=r"assigned a gradient of its own to parameter '0\.bias'"
+        DivergenceError, match=r"a value assigned as gradient to parameter '0\.bias'"
     ):
         step(engine, model, optimizer, plain, its, batches[1], rank)
 
@@ -130,8 +130,7 @@ def assigned_where_gradients_are_over(rank, world_size):
     with engine.step(gradients_over=True):
         model[0].weight.grad = torch.ones(DIM, DIM)
         assert model[0].weight.grad.sum() == DIM * DIM
-        with pytest.raises(ResidencyError, match="'3.bias' was freed when `training_step` began"):
-            model[3].bias.grad.clone()
+        assert model[3].bias.grad is None
 
 
 def set_up_in_a_thread(rank, world_size):

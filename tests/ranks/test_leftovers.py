@@ -191,7 +191,7 @@ def test_a_parameter_that_is_kept_alone_keeps_its_value():
 def test_a_scheduler_that_was_made_in_a_run_steps_with_the_next_engine():
     model, optimizer, engine = _engine()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)  # wraps `step` once more
-    engine.steps[optimizer].hand_over()
+    engine.steps[optimizer].close()
     device = torch.device("cpu")
     engine = Zero3Engine(
         model, [optimizer], device=device, collectives=make_collectives(None, device)

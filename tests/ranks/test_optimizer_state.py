@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.collectives import DivergenceError
 from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
 from lightning_zero3.strategies.state_dicts.gather import gather_on_rank_zero
@@ -91,17 +90,6 @@ def _take_over(rank, world_size):
 
 def test_fp32_copies_of_narrow_weights_stay_fp32():
     run_ranks(_take_over, 2)
-
-
-def _read_of_different_parameters(rank, world_size):
-    model, optimizer, engine = _engine()
-    _step(model, optimizer, engine)
-    with pytest.raises(DivergenceError, match="different parameters, of 'wide.bias' and 'wide.w"):
-        optimizer.state[model.wide.bias if rank else model.wide.weight]
-
-
-def test_ranks_that_read_the_state_of_different_parameters():
-    run_ranks(_read_of_different_parameters, 2, timeout=30)
 
 
 def test_what_two_groups_and_the_file_have_had_in_common_is_each_ones_own():

@@ -225,11 +225,7 @@ def failing(rank, world_size, at_once):
         run.micro_batch(rank, 0, 2)
         run.micro_batch(rank, 0, 3, hold=False)
     else:
-        for use in (lambda: run.micro_batch(rank, 0, 3, hold=False), run.optimizers[0].step):
-            with pytest.raises(RuntimeError, match="incomplete. Call `zero_grad"):
-                use()
-        for optimizer in run.optimizers:
-            optimizer.zero_grad()
+        assert not any(p.grad is not None for p in run.model.parameters())
         for micro in range(MICRO_BATCHES):
             run.micro_batch(rank, 0, micro, hold=micro < MICRO_BATCHES - 1)
     for optimizer in run.optimizers:
@@ -238,7 +234,7 @@ def failing(rank, world_size, at_once):
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_an_exception_does_not_lose_gradients_in_silence(at_once):
+def test_an_exception_in_the_middle_clears_gradients(at_once):
     expected = reference(2, "all used", None)[0]
     for values in run_ranks(failing, 2, at_once, timeout=30):
         torch.testing.assert_close(values, expected, rtol=2e-6, atol=2e-6)
@@ -261,11 +257,10 @@ def toggled(rank, world_size):
     handle.remove()
     for p in flat:
         p.requires_grad_(True)
-    with pytest.raises(RuntimeError, match="incomplete. Call `zero_grad"):
-        run.optimizers[0].step()
+    assert [p.grad for p in flat] == [None] * len(flat)
 
 
-def test_gradients_that_were_held_for_another_optimizer_are_not_lost_in_silence():
+def test_gradients_that_were_held_for_another_optimizer_are_cleared_too():
     run_ranks(toggled, 2, timeout=30)
 
 

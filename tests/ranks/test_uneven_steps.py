@@ -8,7 +8,7 @@ from helpers.parity import RTOL
 from helpers.ranks import run_ranks
 from lightning_zero3.strategies.collectives import DivergenceError, GroupCollectives
 from lightning_zero3.strategies.communicators import make_collectives
-from lightning_zero3.strategies.engine import ResidencyError, Zero3Engine, compare_notes
+from lightning_zero3.strategies.engine import Zero3Engine, compare_notes
 from lightning_zero3.strategies.evaluation.uneven_steps import assist, uneven_step
 
 
@@ -143,15 +143,6 @@ def _gradients_of_training(rank, world_size, once):
     else:
         with uneven_step(engine, engine.step()):
             model(x).square().mean().backward()
-            for use in (
-                lambda: model[0].up.weight.grad.norm(),
-                lambda: model[0].up.weight.grad.mul_(2),
-                lambda: optimizer.zero_grad(set_to_none=False),
-            ):
-                with pytest.raises(
-                    ResidencyError, match="(?s)'0.up.weight'.*evaluation that not all ranks run"
-                ):
-                    use()
     return x.grad, [p.grad.clone() for p in model.parameters()]
 
 
@@ -186,7 +177,7 @@ def _step_alone(rank, world_size):
             optimizer.step()
     with pytest.raises(
         DivergenceError,
-        match="nothing more on rank 0 and .gradients. of param group 0 of SGD is 0 on rank 1",
+        match="rank 0 came to nothing more, rank 1 to 0 gradients in param group 0 of SGD",
     ):
         compare_notes(collectives)
 

@@ -12,9 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from helpers.models import TinyLm, make, part, tokens
-from helpers.parity import trainer, zero3
+from helpers.parity import full_state, trainer, zero3
 from helpers.ranks import run_ranks
-from lightning_zero3.strategies.engine import ResidencyError
 
 RANKS = 2
 
@@ -328,20 +327,21 @@ def test_a_module_without_parameters_is_evaluated():
 class KeepsItsOptimizer(Model):
     def configure_optimizers(self):
         if not hasattr(self, "kept"):
-            self.kept = [super().configure_optimizers()]
+            self.kept = [torch.optim.Adam(self.parameters(), lr=0.01)]
         return self.kept[0]
 
 
 def fit_twice(rank, world_size):
-    module = KeepsItsOptimizer(rank)
-    trainer(zero3(), RANKS).fit(module)
-    with pytest.raises(
-        ResidencyError,
-        match="state of this optimizer is gone.*make another optimizer in `configure_optimizers`",
-    ):
-        trainer(zero3(), RANKS).fit(module)
-    return module.trained
+    found = []
+    for strategy in ("ddp", "zero3"):
+        module = KeepsItsOptimizer(rank)
+        for _ in range(2):
+            fitted = trainer(strategy, RANKS)
+            fitted.fit(module)
+        found.append(full_state(fitted))
+    return found
 
 
-def test_an_optimizer_of_an_earlier_run_is_refused():
-    assert run_ranks(fit_twice, RANKS, timeout=30) == [2, 2]
+def test_an_optimizer_of_an_earlier_run_goes_on():
+    expected, found = run_ranks(fit_twice, RANKS, timeout=30)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
