@@ -99,7 +99,7 @@ ROOMS = [
         "strategies/data",
         "sharded loaders that resume",
         "strategies/support",
-        "torch numpy tqdm lightning",
+        "torch numpy lightning",
         tokens=13_234,
     ),
     Room(
