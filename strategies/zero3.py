@@ -145,11 +145,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         stop_on_nonfinite: raise at the end of a backward that has nan or inf in the loss or in
             gradients (with "16-mixed" in the loss alone, because the scaler skips steps with such
             gradients). The error names the step, the rank, the unit and the parameters where the
-            value first appeared. The check costs one kernel for the loss and one for each flat
-            group of gradients. To find the place, the strategy runs the micro-batch once more,
-            ``training_step`` included. It cannot do so with manual optimization, `reduce_once` or a
-            ``dataloader_iter``: there a kernel checks each unit's outputs and gradients in every
-            step.
+            value first appeared. The check costs one kernel for the loss, and one each for a unit's
+            outputs and gradients.
         watch: time limits of the thread that finds ranks which died, hang or are slow; None or
             False for no such thread.
         offload: keep model state in host memory, with the numbers of a run without. "optimizer":
@@ -384,7 +381,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         if budget is not None:
             self._moved = Activations(budget, engine)
         if self._stop_on_nonfinite:
-            self._finite_check = FiniteCheck(self._trainer, engine, super().training_step)
+            self._finite_check = FiniteCheck(self._trainer, engine)
         return engine
 
     def _engine_options(self) -> dict[str, Any]:
@@ -466,8 +463,6 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self._follow_groups()
         assert self.engine is not None
         self._data.on_train_batch_start(self._trainer, self.engine.collectives.all_gather_object)
-        if self._finite_check is not None:
-            self._finite_check.begin()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

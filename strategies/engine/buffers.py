@@ -4,7 +4,7 @@ which some changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -86,24 +86,6 @@ class Buffers:
     def all(self) -> list[Tensor]:
         """All buffers."""
         return [place.buffer for place in self._find().values()]
-
-    def keep(self) -> Callable[[], None]:
-        """Copy all buffers to the CPU; the result puts them back, assigned ones too."""
-        kept = [
-            (
-                *place[:3],
-                place.buffer.detach().to("cpu", copy=True) if _is_dense(place.buffer) else None,
-            )
-            for place in self._find().values()
-        ]
-
-        def put_back() -> None:
-            for table, key, b, copy in kept:
-                table[key] = b
-                if copy is not None and not torch.equal(b.cpu(), copy):
-                    _write(b, copy)
-
-        return put_back
 
     def synchronize(self, chosen: Sequence[int] | None = None) -> None:
         """Copy rank 0's buffers to the other ranks in one exchange; collective.
