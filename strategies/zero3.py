@@ -58,7 +58,6 @@ from .numerics.precision import (
     kept_names,
     wire_dtype,
 )
-from .optimizers.classify import Stepping
 from .optimizers.host_steps import FUSED
 from .optimizers.param_groups import ParamGroups
 from .plan import PLAN, count_state, show_plan, size_text
@@ -322,11 +321,6 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             self._communicator = LocalCollectives(alone=False)
         self.connect_watch()
         self._groups = ParamGroups(self.optimizers, self._build_engine, self.root_device)
-        if self._offload is not None and Stepping.MODEL in self._groups.steppings.values():
-            raise ValueError(
-                "LBFGS steps on one long vector on the device: it works without `offload`.\nLeave"
-                " the option out, or take another optimizer."
-            )
         self.engine = self._build_engine()
         if self.global_rank == 0:
             size, is_on_gpu = self._communicator.world_size, self.root_device.type != "cpu"

@@ -41,7 +41,7 @@ class Stepping(enum.Enum):
 
     ELEMENTS = "that element: it can step on shards"
     TENSORS = "the parameter that it is in: it must step on whole parameters"
-    MODEL = "all parameters at once, as one long vector"
+    MODEL = "all parameters at once, as one long vector: it must step on the module's own"
 
 
 def find_stepping(optimizer: Optimizer, device: torch.device) -> Stepping:

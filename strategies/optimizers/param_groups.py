@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..engine import OptimizerStep, StandIns, State, Zero3Engine, compare_notes
 from .classify import Stepping, find_stepping
 from .host_steps import FUSED, HostShards
-from .lbfgs import LongVector
+from .lbfgs import Themselves
 from .settings import list_settings
 from .whole_parameters import WholeParameters
 
@@ -64,7 +64,7 @@ class ParamGroups:
                 return HostShards(engine, engine.steps[optimizer])
             return StandIns(engine)
         if self.steppings[optimizer] is Stepping.MODEL:
-            return LongVector(engine, optimizer)
+            return Themselves(engine)
         return WholeParameters(engine, optimizer)
 
     def apply_edits(self, engine: Zero3Engine) -> Zero3Engine:
@@ -72,8 +72,7 @@ class ParamGroups:
         added that no optimizer had. Collective then.
 
         Raises:
-            ValueError: parameters have other names than when they were sharded, or an optimizer is
-                LBFGS.
+            ValueError: parameters have other names than when they were sharded.
         """
         members = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
         if engine.trained_ids.issuperset(map(id, members)):
@@ -101,21 +100,16 @@ class ParamGroups:
                 f" does: {', '.join(map(repr, renamed))}. Edit the groups before, or prune before"
                 " `trainer.fit`."
             )
-        if Stepping.MODEL in self.steppings.values():
-            raise ValueError(
-                "Param groups cannot be edited beside LBFGS: its history is of the parameters that"
-                " it has had."
-            )
 
 
 def whole_parameters(step: OptimizerStep) -> WholeParameters | None:
     """The whole parameters that an optimizer steps on; None if it steps on shards.
 
     Raises:
-        ValueError: the optimizer is LBFGS, whose history belongs to no parameter and cannot be
-            saved.
+        ValueError: the optimizer is LBFGS, whose history is of all parameters together and cannot
+            be saved.
     """
-    if isinstance(step.stand_ins, LongVector):
+    if isinstance(step.stand_ins, Themselves):
         raise ValueError(
             "The state of LBFGS cannot be saved or loaded with Zero3Strategy. Save the weights"
             " alone: `ModelCheckpoint(save_weights_only=True)`, `trainer.save_checkpoint(path,"

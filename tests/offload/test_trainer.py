@@ -214,9 +214,27 @@ def test_what_is_no_kind_and_no_size(value):
         Zero3Strategy(activations=value)
 
 
+def step_by_lbfgs(rank, world_size):
+    """Losses and weights without offload, and with each kind; its state cannot be saved."""
+    found = []
+    for offload in (None, "optimizer", "parameters", "2000B"):
+        module = Lit("lbfgs")
+        runner = trainer(zero3(offload=offload), world_size, max_steps=2)
+        runner.fit(module)
+        found.append((module.losses, full_weights(runner)))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_lbfgs_as_without(world_size):
+    for (losses, weights), *others in run_ranks(step_by_lbfgs, world_size, timeout=100):
+        assert losses[0] != losses[-1]
+        for its, there in others:
+            assert its == losses
+            assert all(torch.equal(there[key], value) for key, value in weights.items())
+
+
 def refused(rank, world_size):
-    with pytest.raises(ValueError, match="LBFGS .* works without `offload`"):
-        trainer(zero3(offload="optimizer"), world_size).fit(Lit("lbfgs"))
     for option in ({"offload": "optimizer"}, {"activations": "host"}):
         graphs = CUDAGraphStep(software=True, strict=True)
         with pytest.raises(
