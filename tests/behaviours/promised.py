@@ -550,8 +550,7 @@ NOT_PROMISED: dict[str, tuple[str, ...]] = {
         "view-kept-from-the-start",
         "buffer-sparse-that-is-saved",
     ),
-    "Stays an error: Lightning declines it, or an average is not of each element by itself.": (
-        "NotElementwise",
+    "Stays an error: Lightning declines it.": (
         "BatchSizeFound",
         "SkippedSteps",
     ),

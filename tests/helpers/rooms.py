@@ -85,7 +85,7 @@ ROOMS = [
     Room(
         "strategies/optimizers",
         "how an optimizer may step",
-        "strategies/support strategies/collectives strategies/engine",
+        "strategies/collectives strategies/engine",
         tokens=5_070,
     ),
     Room(
