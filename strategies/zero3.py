@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from inspect import signature
 from typing import Any, TypeVar, get_args
@@ -60,7 +60,7 @@ from .numerics.precision import (
 )
 from .optimizers.host_steps import FUSED
 from .optimizers.param_groups import ParamGroups
-from .plan import PLAN, count_state, show_plan, size_text
+from .plan import PLAN, show_plan
 from .state_dicts.optimizer_state import broadcast_created_state
 from .support import parse_size
 
@@ -323,17 +323,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self._groups = ParamGroups(self.optimizers, self._build_engine, self.root_device)
         self.engine = self._build_engine()
         if self.global_rank == 0:
-            size, is_on_gpu = self._communicator.world_size, self.root_device.type != "cpu"
-            its = self._groups.steppings, self._engine_options(), size, is_on_gpu
-            told = f"{len(self.engine.units)} unit{'s' * (len(self.engine.units) > 1)}"
-            # an optimizer or a model that cannot be counted must not end a run
-            with suppress(Exception):
-                state = count_state(self.engine.units, module, *its)
-                nbytes = sum(state.values()) - state["host"] - state["optimizer's step"]
-                told += f", state {size_text(nbytes)} a rank"
-                if state["host"]:
-                    told += f" and {size_text(state['host'])} in host memory"
-            self.tell_start(told)
+            n = len(self.engine.units)
+            self.tell_start(f"{n} unit{'s' * (n > 1)}")
         if self.engine.host is not None:
             self._tell_host_steps()
         if any(states):  # made of each rank's own initial values, perhaps

@@ -148,7 +148,7 @@ ROOMS = [
     Room(
         "strategies/plan",
         "what a run will need, before it starts",
-        "strategies/support strategies/engine strategies/optimizers strategies/liveness",
+        "strategies/support strategies/engine strategies/optimizers strategies/memory_ledger",
         _LIGHTNING,
         tokens=2_979,
     ),

@@ -39,7 +39,6 @@ LONG = [
     "callbacks/test_allocator_launch.py*",
     "callbacks/test_memory_cost.py*",
     "offload/test_example.py*",
-    "plan/test_plan.py::test_a_configuration",
     "plan/test_plan.py::test_a_step_that_asks*",
     "plan/test_plan.py::test_other_options",
     "plan/test_plan.py::test_the_grid*",
