@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.optim import Optimizer
@@ -52,11 +52,11 @@ from .liveness.watchdog import WatchOptions
 from .memory_ledger import by_category, by_unit
 from .numerics.nonfinite import FiniteCheck
 from .numerics.precision import (
+    WIRE_DTYPES,
     WireDtype,
     convert,
     gather_dtypes,
     kept_names,
-    wire_dtype,
 )
 from .optimizers.host_steps import FUSED
 from .optimizers.param_groups import ParamGroups
@@ -74,16 +74,9 @@ _START_METHODS: dict[str, StartMethod] = {
 _T = TypeVar("_T")
 
 
-def _as_options(name: str, value: Any, options: type[_T]) -> _T:
+def _as_options(value: Any, options: type[_T]) -> _T:
     """Return ``value``, or ``options`` made of the dict ``value``; of none if it is None."""
-    if value is None or isinstance(value, dict):
-        return options(**(value or {}))
-    if not isinstance(value, options):
-        raise ValueError(
-            f"{name} takes a `lightning_zero3.{options.__name__}`, or a dict of its options, not"
-            f" {value!r}."
-        )
-    return value
+    return value if isinstance(value, options) else options(**(value or {}))
 
 
 def _parse_offload(value: str | None) -> Offload | None:
@@ -207,16 +200,15 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             start_method,
             _as_time(start_timeout),
         )
-        if not isinstance(shard_size, int | None):
-            raise ValueError(f"shard_size is a number of ranks, not {shard_size!r}.")
         self.unit_policy = unit_policy
         self._shard_size = shard_size
         patterns = [keep_in_fp32] if isinstance(keep_in_fp32, str) else keep_in_fp32
         self._keep_in_fp32 = tuple(patterns)
-        self._gather_dtype, self._reduce_dtype = wire_dtype(gather_dtype), wire_dtype(reduce_dtype)
+        self._gather_dtype = WIRE_DTYPES[gather_dtype]
+        self._reduce_dtype = WIRE_DTYPES[reduce_dtype]
         self._reduce_once = reduce_once
-        self._data = DataHooks(_as_options("data", data, DataOptions))
-        self._checkpoints = _as_options("checkpoint", checkpoint, CheckpointOptions)
+        self._data = DataHooks(_as_options(data, DataOptions))
+        self._checkpoints = _as_options(checkpoint, CheckpointOptions)
         self._debug, self._offload = debug, _parse_offload(offload)
         self._activations = parse_activations(activations)
         self._moved: Activations | None = None  # of the engine that is there
@@ -225,7 +217,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self._watch_options = (
             None
             if watch is None or watch is False
-            else _as_options("watch", None if watch is True else watch, WatchOptions)
+            else _as_options(None if watch is True else watch, WatchOptions)
         )
 
     @override
@@ -254,18 +246,15 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         return (
             self._precision_plugin
             if self._precision_plugin is not None
-            else self._convert_precision(Precision())
+            else convert(Precision(), self._step_of)
         )
 
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = (
-            None if precision_plugin is None else self._convert_precision(precision_plugin)
+            None if precision_plugin is None else convert(precision_plugin, self._step_of)
         )
-
-    def _convert_precision(self, plugin: Precision) -> Precision:
-        return convert(plugin, self._step_of)
 
     def _step_of(self, optimizer: Optimizer) -> OptimizerStep:
         assert self.engine is not None
@@ -325,8 +314,13 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         if self.global_rank == 0:
             n = len(self.engine.units)
             self.tell_start(f"{n} unit{'s' * (n > 1)}")
-        if self.engine.host is not None:
-            self._tell_host_steps()
+        for optimizer in self.optimizers if self.engine.host is not None else ():
+            if type(optimizer) not in FUSED:
+                rank_zero_warn(
+                    f"Offload: {type(optimizer).__name__} has no fused kernel for the host. It"
+                    " steps there while the device waits, several times slower than Adam, AdamW,"
+                    " SGD and Adagrad, which step while the training goes on."
+                )
         if any(states):  # made of each rank's own initial values, perhaps
             states = broadcast_created_state(self.engine, states)
         self._groups.start(self.engine, states)
@@ -334,18 +328,6 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             mark_sharded(module)
         prepare_metrics(module, self._callbacks, self.root_device)
         _update_properties(module, device=self.root_device)
-
-    def _tell_host_steps(self) -> None:
-        for optimizer in self.optimizers:
-            name = type(optimizer).__name__
-            if type(optimizer) not in FUSED:
-                rank_zero_warn(
-                    f"Offload: {name} has no fused kernel for the host. It steps there while the"
-                    " device waits, several times slower than Adam, AdamW, SGD and Adagrad, which"
-                    " step while the training goes on."
-                )
-            elif not all(group.get("fused") for group in optimizer.param_groups):
-                rank_zero_info(f"Offload: {name} steps on the host as with `fused=True`.")
 
     def _build_engine(self) -> Zero3Engine:
         assert self._communicator is not None
