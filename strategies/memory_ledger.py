@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from .engine import Unit, Zero3Engine
+from .engine import Zero3Engine
 
 
 def by_category(engine: Zero3Engine, module: nn.Module) -> dict[str, int]:
@@ -43,14 +42,15 @@ def by_unit(engine: Zero3Engine) -> dict[str, int]:
     """
     states = [step.state for step in engine.steps.values()]
 
-    def find_values(unit: Unit) -> Iterator[Any]:
-        for chunk in unit.chunks:
-            yield from (chunk.shards()[0], chunk.gradients)
-        for state in states:
-            for entry in unit.entries:
-                yield from state.get(entry.shard, {}).values()
-
     return {
-        unit.name: sum(value.nbytes for value in find_values(unit) if isinstance(value, Tensor))
+        unit.name: sum(
+            value.nbytes
+            for values in (
+                *((chunk.shards()[0], chunk.gradients) for chunk in unit.chunks),
+                *(state.get(e.shard, {}).values() for state in states for e in unit.entries),
+            )
+            for value in values
+            if isinstance(value, Tensor)
+        )
         for unit in engine.units
     }

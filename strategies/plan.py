@@ -17,6 +17,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,9 +34,7 @@ from .engine import HostChunk, Offload, Unit, find_units
 from .engine.build import build_units, trained_parameters
 from .engine.reduction import reduce_layout
 from .engine.unit import pool_layout
-from .liveness.heartbeats import first_line
-from .liveness.watchdog import user_line
-from .optimizers.classify import Stepping, find_stepping
+from .optimizers.classify import ELEMENTWISE
 from .optimizers.trial import train_copy
 from .support import parse_size
 
@@ -61,14 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help=about)
     parser.add_argument("--devices", type=int, required=True, help="ranks on each node")
     parser.add_argument("--nodes", type=int, default=1)
+    size = partial(parse_size, "memory", "")
     parser.add_argument("--device-memory", type=size, help="of a GPU: 24GiB")
     parser.add_argument("--host-memory", type=size, help="of a node, for offload: 64GiB")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
-
-
-def size(text: str) -> int:
-    """Return the bytes of a text like "24GiB"."""
-    return parse_size("memory", "", text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,14 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         0, or the script's exit code; 2 if it ends well without a training.
     """
+    environment = {**os.environ, PLAN: json.dumps(vars(arguments))}
     is_config = "".join(arguments.script[:1]).endswith(".yaml")
     script = ["-c", _CLI, "fit", "--config"] if is_config else []
-    print(
-        f"plan: running {''.join(arguments.script[:1])} up to its training; a model that"
-        " is made on the CPU takes its memory here.",
-        file=sys.stderr,
-    )
-    environment = {**os.environ, PLAN: json.dumps(vars(arguments))}
     code = subprocess.run([sys.executable, *script, *arguments.script], env=environment).returncode
     if code == 0:
         print(
@@ -116,91 +106,85 @@ def show_plan(
     ranks = asked["devices"] * asked["nodes"]
     # a device with memory of its own is none of the host's
     on_gpu = bool(trainer.strategy.root_device.type != "cpu" or asked["device_memory"])
-    module, plans, world_size = trainer.lightning_module, {}, min(shard_size or ranks, ranks)
-    steppings = {each: find_stepping(each, torch.device("cpu")) for each in trainer.optimizers}
-    for kind in (options["offload"], Offload("optimizer"), Offload("parameters")):
-        its = {**options, "offload": kind}, world_size
-        units = _lay_out(module, trainer.optimizers, *its)
-        state = count_state(units, module, steppings, *its, on_gpu)
-        plans[kind] = units, state
-    units, mine = plans[options["offload"]]
-    dtypes = {id(e.parameter): c.dtype for u in units for c in u.chunks for e in c.entries}
+    module, own, moves = trainer.lightning_module, options["offload"], options["activations"]
+    world_size = min(shard_size or ranks, ranks)
+    laid_out, plans = {}, {}
+    for kind in (own, Offload("optimizer"), Offload("parameters")):
+        its = module, trainer.optimizers, {**options, "offload": kind}, world_size
+        laid_out[kind] = lay_out(*its)
+        plans[kind] = count_state(laid_out[kind], *its, on_gpu)
+    units, comment = laid_out[own], ""
+    entries = [(c, e) for unit in units for c in unit.chunks for e in c.entries]
     # the gradient that comes last, before its unit's part of the shards
-    last = [
+    last = max(
         e.size.numel() * (c.dtype.itemsize - c.master_dtype.itemsize // world_size)
-        for u in units
-        for c in u.chunks
-        for e in c.entries
+        for c, e in entries
         if e.trained
-    ]
-    activations, comment = 0, ""
+    )
+    activations = 0
     try:
-        activations = _count_activations(trainer, dtypes)
+        activations = _count_activations(trainer, {id(e.parameter): c.dtype for c, e in entries})
     except Exception as error:
-        frames = traceback.walk_tb(error.__traceback__)
-        lines = [line for frame, at in frames if (line := user_line(frame, at))]
-        place = "".join(f", at {line}" for line in lines[-1:])
-        comment = f", without activations ({first_line(error)}{place})"
-    lacks, moves = {}, options["activations"]
-    has_limit = bool(asked["device_memory"] or asked["host_memory"])
-    for kind, (_, state) in plans.items():
+        traceback.print_exc()
+        comment = f", without activations ({type(error).__name__}, see above)"
+    lacks = {}
+    for kind, state in plans.items():
         # what is under way to the host is not counted
         kept = min(activations, activations if moves is None else moves)
-        state.update({} if comment else {"activations": kept})
-        moments = [kept, state["gradients"] + max(*last, state["optimizer's step"])]
+        moments = [kept, state["gradients"] + max(last, state["optimizer's step"])]
         if gradients_stay or on_gpu or state["host"]:
             moments[0] += state["gradients"]
+        state["activations"] = kept
         state["host"] += activations - kept
         state["most in a step"] = sum(state[name] for name in _LASTING) + max(moments)
         needed = {"device": state["most in a step"], "host": state["host"] * asked["devices"]}
-        lacks[kind] = {
-            place: nbytes - asked[f"{place}_memory"]
+        lacks[kind] = [
+            f"the {place} lacks {size_text(nbytes - limit)}"
             for place, nbytes in needed.items()
-            if asked[f"{place}_memory"] and nbytes > asked[f"{place}_memory"]
-        }
+            if (limit := asked[f"{place}_memory"]) and nbytes > limit
+        ]
+    has_limit = bool(asked["device_memory"] or asked["host_memory"])
     if asked["json"]:
-        print(json.dumps({**mine, "units": [unit.name for unit in units]}))
+        print(json.dumps({**plans[own], "units": [unit.name for unit in units]}))
     else:
         names = Counter(re.sub(r"\d+", "*", unit.name) for unit in units)
         print(f"{type(module).__name__}: each of {ranks} ranks needs{comment}")
         print("  units:", ", ".join(f"{name} x {n}" for name, n in names.items()))
+        rows = {"": ["as it is" if kind is own else f"offload={kind.kind!r}" for kind in plans]}
         for name in _SHOWN:
-            if name in mine and mine[name]:
-                print(f"  {name:<18}{size_text(mine[name]):>14}")
-            elif (
-                name not in mine and name in ("activations", "optimizer state") and not mine["host"]
-            ):
-                print(f"  {name:<18}{'not counted':>14}")
-        what, its_lack = "State alone" if comment else "It", lacks[options["offload"]]
-        if its_lack:
-            missing = [f"{place} lacks {size_text(n)}" for place, n in its_lack.items()]
-            print(f"{what} does not fit: the {', and the '.join(missing)}.")
-            for kind, (_, state) in plans.items():
-                if kind is not None and kind is not options["offload"]:
-                    on_host = size_text(state["host"] * asked["devices"])
-                    verdict = "not enough" if lacks[kind] else f"{what.lower()} would fit"
-                    on_device = size_text(state["most in a step"])
-                    print(
-                        f"  offload={kind.kind!r}: {on_device} on a device,"
-                        f" {on_host} on a host: {verdict}"
-                    )
+            rows[name] = [size_text(state[name]) for state in plans.values()]
+        if has_limit:
+            rows["state fits" if comment else "fits"] = [
+                " and ".join(lack) or "yes" for lack in lacks.values()
+            ]
+        for name, cells in rows.items():
+            print(f"  {name:<18}", *(f"{cell:>26}" for cell in cells))
+        if lacks[own]:
             print(
                 "Activations shrink with torch.utils.checkpoint, smaller batches"
-                " (accumulate_grad_batches)"
-                + ("" if moves is not None else " and activations='host'")
-                + "; state shrinks with more ranks."
+                " (accumulate_grad_batches) and activations='host'; state with more ranks."
             )
-        elif has_limit:
-            print(f"{what} fits, without the CUDA context, NCCL's buffers and fragmentation.")
-    raise SystemExit(2 if has_limit and comment else 1 if lacks[options["offload"]] else _TOLD)
+    raise SystemExit(2 if has_limit and comment else 1 if lacks[own] else _TOLD)
 
 
 def size_text(nbytes: int) -> str:
-    """Return bytes as text."""
+    """Return bytes as text; a dash for what takes none, or cannot be counted."""
+    if not nbytes:
+        return "-"
     return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
 # ------------------------------------------------------------------------------------------ state
+
+
+def lay_out(
+    module: nn.Module, optimizers: Sequence[Optimizer], options: dict[str, Any], world_size: int
+) -> list[Unit]:
+    """Return the units that an engine with these ``options`` would have; nothing is allocated."""
+    ranks: Any = SimpleNamespace(alone=_is_alone(options, world_size), world_size=world_size)
+    parts = find_units(module, options["unit_policy"])
+    trained = trained_parameters(module, optimizers)
+    return build_units(parts, trained, options["slot_dtype"], ranks, offload=options["offload"])
 
 
 def _is_alone(options: dict[str, Any], world_size: int) -> bool:
@@ -208,31 +192,18 @@ def _is_alone(options: dict[str, Any], world_size: int) -> bool:
     return world_size == 1 and options["offload"] is options["activations"] is None
 
 
-def _lay_out(
-    module: nn.Module, optimizers: Sequence[Optimizer], options: dict[str, Any], world_size: int
-) -> list[Unit]:
-    """Return the units that an engine with these ``options`` would have; nothing is allocated."""
-    is_alone = _is_alone(options, world_size)
-    ranks: Any = SimpleNamespace(alone=is_alone, world_size=world_size)
-    parts, trained = (
-        find_units(module, options["unit_policy"]),
-        trained_parameters(module, optimizers),
-    )
-    return build_units(parts, trained, options["slot_dtype"], ranks, offload=options["offload"])
-
-
 def count_state(
     units: Sequence[Unit],
     module: nn.Module,
-    optimizers: Mapping[Optimizer, Stepping],
+    optimizers: Sequence[Optimizer],
     options: dict[str, Any],
     world_size: int,
     on_gpu: bool,
 ) -> State:
-    """Count the bytes that a rank will have of ``units``.
+    """Count the bytes that a rank will have.
 
     Args:
-        units: of an engine, or laid out.
+        units: those of the engine.
         module: stays as it is.
         optimizers: stay as they are; copies of them step on tensors without memory. One that asks
             for values there (Adafactor) is left out.
@@ -243,7 +214,8 @@ def count_state(
     Returns:
         bytes by what they are for; "host" is what offload keeps in host memory of all this.
     """
-    offload, found = options["offload"], State(buffers=sum(b.nbytes for b in module.buffers()))
+    offload, is_alone = options["offload"], _is_alone(options, world_size)
+    found = State(buffers=sum(buffer.nbytes for buffer in module.buffers()))
     for chunk in (chunk for unit in units for chunk in unit.chunks):
         nbytes = chunk.layout.shard_numel * chunk.master_dtype.itemsize
         if isinstance(chunk, HostChunk):
@@ -253,15 +225,13 @@ def count_state(
         else:
             found["parameters"] += nbytes
             found["gradients"] += nbytes * chunk.trained
-    is_alone = _is_alone(options, world_size)
-    trained = [unit for unit in units if unit.trained]
     once = options["reduce_once"] and not is_alone
     found["unsharded units"] = pool_layout(units, is_alone).nbytes
-    found["reduce buffer"] = reduce_layout(trained, once, on_gpu).nbytes
-    for optimizer, stepping in optimizers.items():
+    found["reduce buffer"] = reduce_layout([u for u in units if u.trained], once, on_gpu).nbytes
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             with suppress(Exception):
-                its = _count_group(optimizer, group, units, stepping, world_size, on_gpu)
+                its = _count_group(optimizer, group, units, world_size, on_gpu)
                 found.update(its)
     return found
 
@@ -270,50 +240,40 @@ def _count_group(
     optimizer: Optimizer,
     group: dict[str, Any],
     units: Sequence[Unit],
-    stepping: Stepping,
     world_size: int,
     on_gpu: bool,
 ) -> State:
     """Count what a copy of an optimizer keeps of tensors without memory, as large as a rank's."""
     ids = {id(p) for p in group["params"] if p.requires_grad}
-    # Elementwise optimizers see no borders between parameters; others step on whole ones, of which
-    # each rank has its share.
-    is_cut = stepping is Stepping.ELEMENTS
-    kinds: dict[Any, list[torch.Size]] = {}
-    for chunk in (chunk for unit in units for chunk in unit.chunks):
-        for entry in (entry for entry in chunk.entries if id(entry.parameter) in ids):
-            kind = isinstance(chunk, HostChunk), entry.dtype, "" if is_cut else entry.name
-            kinds.setdefault(kind, []).append(entry.size)
+    # Others than elementwise optimizers step on whole parameters, of which each rank has its share.
+    is_cut = type(optimizer) in ELEMENTWISE
     shards = {
         nn.Parameter(
             torch.empty(
-                [sum(size.numel() for size in sizes) // world_size] if is_cut else sizes[0],
-                dtype=dtype,
-                device="meta",
+                [e.size.numel() // world_size] if is_cut else e.size, dtype=e.dtype, device="meta"
             )
-        ): is_hosted
-        for (is_hosted, dtype, _), sizes in kinds.items()
+        ): isinstance(chunk, HostChunk)
+        for unit in units
+        for chunk in unit.chunks
+        for e in chunk.entries
+        if id(e.parameter) in ids
     }
-    twin, own = object.__new__(type(optimizer)), {k: v for k, v in group.items() if k != "params"}
-    # hazard: `copy.copy` would write into the defaults, which groups that are added follow
-    vars(twin).update({**vars(optimizer), "defaults": {**optimizer.defaults}})
-    is_fused, loops = own.get("fused"), not own.get("foreach")
+    own = {k: v for k, v in group.items() if k != "params"}
+    is_fused = own.get("fused")
     if is_fused:  # its kernels have no form without memory, and take none
-        own["fused"] = twin.defaults["fused"] = None
+        own["fused"] = None
     elif on_gpu and own.get("foreach", False) is None:
-        own["foreach"], loops = True, False  # torch's choice for parameters there
+        own["foreach"] = True  # torch's choice for parameters there
     grads = [torch.empty_like(p) for p in shards]
     with _LiveBytes() as live:
-        kept = train_copy(twin, own, [*shards], [grads]).state if shards else {}
+        kept = train_copy(optimizer, own, [*shards], [grads]).state
     found = State()
     for p, is_hosted in shards.items():
         nbytes = sum(value.nbytes for value in kept[p].values() if isinstance(value, Tensor))
         where = "host" if is_hosted else "optimizer state"
         found[where] += nbytes if is_cut else nbytes // world_size
     if not is_fused and not found["host"]:
-        numels = [size.numel() for sizes in kinds.values() for size in sizes]
-        part = max(numels, default=0) / max(sum(numels), 1) if is_cut and loops else 1
-        found["optimizer's step"] = int((live.peak - live.now) * part)
+        found["optimizer's step"] = live.peak - live.now
     if not is_cut:  # for its step a rank has its share of weights and gradients, and a unit, whole
         whole = max(c.layout.numel * c.master_dtype.itemsize for u in units for c in u.chunks)
         found["optimizer's step"] += 2 * (sum(p.nbytes for p in shards) // world_size + whole)
@@ -370,7 +330,8 @@ def _count_activations(trainer: pl.Trainer, dtypes: Mapping[int, torch.dtype]) -
     batch = strategy.batch_to_device(batch, dataloader_idx=0)
     inputs = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
     _update_properties(module, device=strategy.root_device)
-    vars(module).update(log=_ignore, log_dict=_ignore)  # Lightning's need a loop that runs
+    # Lightning's need a loop that runs
+    vars(module).update(dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None))
     mode, live, made = FakeTensorMode(allow_non_fake_inputs=True), _LiveBytes(), dict[int, Any]()
 
     def without_memory(old: Tensor) -> Tensor:
@@ -394,7 +355,3 @@ def _count_activations(trainer: pl.Trainer, dtypes: Mapping[int, torch.dtype]) -
         with live:
             loss.backward()
     return live.peak
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    pass

@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.optim import Optimizer
@@ -58,7 +58,6 @@ from .numerics.precision import (
     kept_names,
     wire_dtype,
 )
-from .optimizers.classify import Stepping
 from .optimizers.host_steps import FUSED
 from .optimizers.param_groups import ParamGroups
 from .plan import PLAN, count_state, show_plan, size_text
@@ -75,16 +74,9 @@ _START_METHODS: dict[str, StartMethod] = {
 _T = TypeVar("_T")
 
 
-def _as_options(name: str, value: Any, options: type[_T]) -> _T:
+def _as_options(value: Any, options: type[_T]) -> _T:
     """Return ``value``, or ``options`` made of the dict ``value``; of none if it is None."""
-    if value is None or isinstance(value, dict):
-        return options(**(value or {}))
-    if not isinstance(value, options):
-        raise ValueError(
-            f"{name} takes a `lightning_zero3.{options.__name__}`, or a dict of its options, not"
-            f" {value!r}."
-        )
-    return value
+    return value if isinstance(value, options) else options(**(value or {}))
 
 
 def _parse_offload(value: str | None) -> Offload | None:
@@ -142,11 +134,8 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         stop_on_nonfinite: raise at the end of a backward that has nan or inf in the loss or in
             gradients (with "16-mixed" in the loss alone, because the scaler skips steps with such
             gradients). The error names the step, the rank, the unit and the parameters where the
-            value first appeared. The check costs one kernel for the loss and one for each flat
-            group of gradients. To find the place, the strategy runs the micro-batch once more,
-            ``training_step`` included. It cannot do so with manual optimization, `reduce_once` or a
-            ``dataloader_iter``: there a kernel checks each unit's outputs and gradients in every
-            step.
+            value first appeared. The check costs one kernel for the loss, and one each for a unit's
+            outputs and gradients.
         watch: time limits of the thread that finds ranks which died, hang or are slow; None or
             False for no such thread.
         offload: keep model state in host memory, with the numbers of a run without. "optimizer":
@@ -207,16 +196,14 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             start_method,
             _as_time(start_timeout),
         )
-        if not isinstance(shard_size, int | None):
-            raise ValueError(f"shard_size is a number of ranks, not {shard_size!r}.")
         self.unit_policy = unit_policy
         self._shard_size = shard_size
         patterns = [keep_in_fp32] if isinstance(keep_in_fp32, str) else keep_in_fp32
         self._keep_in_fp32 = tuple(patterns)
         self._reduce_dtype = wire_dtype(reduce_dtype)
         self._reduce_once = reduce_once
-        self._data = DataHooks(_as_options("data", data, DataOptions))
-        self._checkpoints = _as_options("checkpoint", checkpoint, CheckpointOptions)
+        self._data = DataHooks(_as_options(data, DataOptions))
+        self._checkpoints = _as_options(checkpoint, CheckpointOptions)
         self._debug, self._offload = debug, _parse_offload(offload)
         self._activations = parse_activations(activations)
         self._moved: Activations | None = None  # of the engine that is there
@@ -225,7 +212,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self._watch_options = (
             None
             if watch is None or watch is False
-            else _as_options("watch", None if watch is True else watch, WatchOptions)
+            else _as_options(None if watch is True else watch, WatchOptions)
         )
 
     @override
@@ -254,18 +241,15 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         return (
             self._precision_plugin
             if self._precision_plugin is not None
-            else self._convert_precision(Precision())
+            else convert(Precision(), self._step_of)
         )
 
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = (
-            None if precision_plugin is None else self._convert_precision(precision_plugin)
+            None if precision_plugin is None else convert(precision_plugin, self._step_of)
         )
-
-    def _convert_precision(self, plugin: Precision) -> Precision:
-        return convert(plugin, self._step_of)
 
     def _step_of(self, optimizer: Optimizer) -> OptimizerStep:
         assert self.engine is not None
@@ -321,26 +305,27 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             self._communicator = LocalCollectives(alone=False)
         self.connect_watch()
         self._groups = ParamGroups(self.optimizers, self._build_engine, self.root_device)
-        if self._offload is not None and Stepping.MODEL in self._groups.steppings.values():
-            raise ValueError(
-                "LBFGS steps on one long vector on the device: it works without `offload`.\nLeave"
-                " the option out, or take another optimizer."
-            )
         self.engine = self._build_engine()
         if self.global_rank == 0:
             size, is_on_gpu = self._communicator.world_size, self.root_device.type != "cpu"
-            its = self._groups.steppings, self._engine_options(), size, is_on_gpu
-            told = f"{len(self.engine.units)} unit{'s' * (len(self.engine.units) != 1)}"
+            its = module, self.optimizers, self._engine_options(), size, is_on_gpu
+            n = len(self.engine.units)
+            told = f"{n} unit{'s' * (n != 1)}"
             # an optimizer or a model that cannot be counted must not end a run
             with suppress(Exception):
-                state = count_state(self.engine.units, module, *its)
+                state = count_state(self.engine.units, *its)
                 nbytes = sum(state.values()) - state["host"] - state["optimizer's step"]
                 told += f", state {size_text(nbytes)} a rank"
                 if state["host"]:
                     told += f" and {size_text(state['host'])} in host memory"
             self.tell_start(told)
-        if self.engine.host is not None:
-            self._tell_host_steps()
+        for optimizer in self.optimizers if self.engine.host is not None else ():
+            if type(optimizer) not in FUSED:
+                rank_zero_warn(
+                    f"Offload: {type(optimizer).__name__} has no fused kernel for the host. It"
+                    " steps there while the device waits, several times slower than Adam, AdamW,"
+                    " SGD and Adagrad, which step while the training goes on."
+                )
         if any(states):  # made of each rank's own initial values, perhaps
             states = broadcast_created_state(self.engine, states)
         self._groups.start(self.engine, states)
@@ -348,18 +333,6 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
             mark_sharded(module)
         prepare_metrics(module, self._callbacks, self.root_device)
         _update_properties(module, device=self.root_device)
-
-    def _tell_host_steps(self) -> None:
-        for optimizer in self.optimizers:
-            name = type(optimizer).__name__
-            if type(optimizer) not in FUSED:
-                rank_zero_warn(
-                    f"Offload: {name} has no fused kernel for the host. It steps there while the"
-                    " device waits, several times slower than Adam, AdamW, SGD and Adagrad, which"
-                    " step while the training goes on."
-                )
-            elif not all(group.get("fused") for group in optimizer.param_groups):
-                rank_zero_info(f"Offload: {name} steps on the host as with `fused=True`.")
 
     def _build_engine(self) -> Zero3Engine:
         assert self._communicator is not None
@@ -380,7 +353,7 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         if budget is not None:
             self._moved = Activations(budget, engine)
         if self._stop_on_nonfinite:
-            self._finite_check = FiniteCheck(self._trainer, engine, super().training_step)
+            self._finite_check = FiniteCheck(self._trainer, engine)
         return engine
 
     def _engine_options(self) -> dict[str, Any]:
@@ -460,8 +433,6 @@ class Zero3Strategy(CheckpointStrategy, EvaluationStrategy):
         self._follow_groups()
         assert self.engine is not None
         self._data.on_train_batch_start(self._trainer, self.engine.collectives.all_gather_object)
-        if self._finite_check is not None:
-            self._finite_check.begin()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

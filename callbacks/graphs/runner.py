@@ -22,7 +22,8 @@ from .modules import CapturedModule, find_modules
 from .optimizer import CapturedOptimizer
 from .program import Part, Program, Record, signature
 
-_OPTIONS = "offload", "activations", "debug", "reduce_once"  # of `zero3`, which rule graphs out
+# of `zero3`, which rule graphs out
+_OPTIONS = "offload", "activations", "debug", "reduce_once", "stop_on_nonfinite"
 _LEAST = torch.iinfo(torch.int64).min
 
 
@@ -226,7 +227,7 @@ def check_run(trainer: Trainer, is_step: bool) -> list[str]:
         "NCCL registers the memory of graphs, which hangs with expandable_segments. Set"
         " NCCL_GRAPH_REGISTER=0.": is_expandable and has_registration and trainer.world_size > 1,
     }
-    for option in _OPTIONS if is_step else (*_OPTIONS, "stop_on_nonfinite"):
+    for option in _OPTIONS:
         value = getattr(strategy, f"_{option}", None)
         reasons[
             f"`Zero3Strategy({option}=...)` waits for the host, or does something else in some"

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import copyreg
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
     Callback,
     Checkpoint,
     ModelCheckpoint,
@@ -27,14 +25,13 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.prune import BasePruningMethod
-from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from ..collectives import DivergenceError
 from ..engine import Zero3Engine
-from .weight_averages import ShardedAverage, Shards, require_elementwise_average
+from .weight_averages import ShardedAverage, Shards
 
 
 def _strategy(trainer: pl.Trainer) -> Any:
@@ -44,29 +41,25 @@ def _strategy(trainer: pl.Trainer) -> Any:
 class _Averaging(Callback):
     """Averages shards, in place of Lightning's methods.
 
-    The average exists from the strategy's set-up on. A checkpoint that Lightning loads earlier is
-    kept until then. Subclasses make the average (``_make_average``), load it (``_load_average``),
-    and average models that are not sharded, to try their function (``_average_models``).
+    The average, which ``_make_average`` of subclasses makes, exists from the strategy's set-up on.
+    What a checkpoint that Lightning loads earlier has for it is loaded then.
     """
 
     _average_model: Any  # after set-up
     _make_average: Any
-    _load_average: Any
-    _average_models: Any
-    _pending_state: Any = None  # arguments of `_load_average`, before there is an average
+    _load: Callable[[], None] | None  # loads the state of an average, as soon as there is one
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._average_model = None
+            self._average_model = self._load = None
 
     def start_average(self, model: Any) -> None:
         """Make the average of ``model``, and load the state that a checkpoint has for it."""
-        require_elementwise_average(type(self).__name__, self._average_models)
         self._average_model = self._make_average(model)
-        state, self._pending_state = self._pending_state, None
-        if state is not None:
-            self._load_average(state)
+        if self._load is not None:
+            self._load()
+        self._load = None
 
     def move_average(self, old: Zero3Engine, new: Zero3Engine) -> None:
         """Shard the average as ``new`` shards the module; collective."""
@@ -78,23 +71,15 @@ class _WeightAveraging(_Averaging, WeightAveraging):
         device = self._device or model.engine.device
         return ShardedAverage(Shards(model), device, use_buffers=self._use_buffers, **self._kwargs)
 
-    def _load_average(self, state: tuple[pl.Trainer, pl.LightningModule, dict[str, Any]]) -> None:
-        super().on_load_checkpoint(*state)
-
-    def _average_models(self, models: list[Any]) -> Iterable[Tensor]:
-        average = AveragedModel(models[0], **self._kwargs)
-        for model in models:
-            average.update_parameters(model)
-        return average.module.parameters()
-
     @override
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if self._average_model is None and trainer.state.fn == TrainerFn.FITTING:
-            self._pending_state = trainer, pl_module, checkpoint
+        load = partial(super().on_load_checkpoint, trainer, pl_module, checkpoint)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._load = load
         else:
-            super().on_load_checkpoint(trainer, pl_module, checkpoint)
+            load()
 
     @override
     def _swap_models(self, pl_module: pl.LightningModule) -> None:
@@ -111,26 +96,13 @@ class _StochasticWeightAveraging(_Averaging, StochasticWeightAveraging):
     def _make_average(self, model: Any) -> Shards:
         return deepcopy(Shards(model))
 
-    def _load_average(self, state: dict[str, Any]) -> None:
-        self._average_model.load_state_dict(state)
-
     @override
     def _load_average_model_state(self, model_state: Any) -> None:
-        if self._average_model is None:
-            self._pending_state = model_state
-        else:
-            super()._load_average_model_state(model_state)
+        self._load = partial(super()._load_average_model_state, model_state)
 
 
 class _AverageOfShards(StochasticWeightAveraging):
     """Hands over shards in place of the module; to be called by Lightning before the user's."""
-
-    def _average_models(self, models: list[Any]) -> Iterable[Tensor]:
-        average = deepcopy(models[0])
-        n_averaged = torch.tensor(0)
-        for model in models:
-            super().update_parameters(average, model, n_averaged, self._avg_fn)
-        return average.parameters()
 
     @override
     def update_parameters(  # type: ignore[override]  # a static method of Lightning's
@@ -176,15 +148,6 @@ class _Pruning(ModelPruning):
             mask = module._buffers.get(f"{name}_mask")
             if mask is not None:
                 mask.copy_(engine.collectives.broadcast(mask.contiguous()))
-
-    @override
-    def _copy_param(  # type: ignore[override]  # a static method of Lightning's
-        self, new: nn.Module, old: nn.Module, name: str
-    ) -> None:
-        # What `old` has this rank initialized, before the run or now: rank 0's counts.
-        source = getattr(old, name)
-        source.data = self._strategy.broadcast(source.data)
-        super()._copy_param(new, old, name)
 
     @override
     def on_save_checkpoint(
@@ -249,19 +212,8 @@ _ADAPTERS: dict[type[Callback], tuple[type | None, type | None]] = {
 
 
 def adapt(callbacks: Sequence[Callback]) -> None:
-    """Give each callback that needs it an adapted class.
-
-    Raises:
-        ValueError: a callback cannot work with shards.
-    """
+    """Give each callback that needs it an adapted class."""
     for callback in callbacks:
-        if isinstance(callback, BatchSizeFinder):
-            raise ValueError(
-                f"{type(callback).__name__} tries sizes until a process is out of memory, which the"
-                " other ranks would wait for: Lightning allows it with no distributed strategy. Try"
-                " each size in a short run of its own (`Trainer(max_steps=3)`), with"
-                " `CUDAMemoryTracker` to see what it takes."
-            )
         cls: Any = type(callback)
         for base, (before, after) in _ADAPTERS.items():
             if isinstance(callback, base) and not isinstance(callback, before or after or base):

@@ -6,7 +6,6 @@ state dict of an average has the names and shapes of the module's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -129,32 +128,3 @@ class ShardedAverage(AveragedModel):
     def reshard(self, old: Zero3Engine, new: Zero3Engine) -> None:
         """Shard the average as ``new`` shards the module; see :meth:`Shards.reshard`."""
         self.module.reshard(old, new)
-
-
-def require_elementwise_average(
-    name: str, average: Callable[[list[nn.Module]], Iterable[Tensor]]
-) -> None:
-    """Require an averaging function that is right on shards.
-
-    The function is tried on vectors and on their parts.
-
-    Args:
-        name: name of the callback to which it belongs.
-        average: from models to the parameters of their average.
-
-    Raises:
-        ValueError: the parts of the average are not the average of the parts.
-    """
-    values = torch.randn(4, 40, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-    cuts = ([40], [13, 27])
-    averages = [
-        average([nn.ParameterList(map(nn.Parameter, row.split(cut))) for row in values])
-        for cut in cuts
-    ]
-    of_vectors, of_parts = (torch.cat([p.detach() for p in average]) for average in averages)
-    if not torch.allclose(of_vectors, of_parts, rtol=1e-4, atol=1e-6):
-        raise ValueError(
-            f"The averaging function of {name} does not average each element by itself, and"
-            " Zero3Strategy gives it slices of parameters. Use an elementwise one, like"
-            " `torch.optim.swa_utils.get_ema_avg_fn`."
-        )

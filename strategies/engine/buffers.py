@@ -4,7 +4,7 @@ which some changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -70,17 +70,6 @@ class Buffers:
         if _kinds(found) != self._kinds:
             return bytes(len(self._alike)) + b"\1"
         return bytes([_has_changed(found[name], self._seen[name]) for name in self._alike]) + b"\0"
-
-    def keep(self) -> Callable[[], None]:
-        """Copy all buffers to the CPU; the result puts them back, assigned ones too."""
-        kept = [(p, p.buffer.detach().to("cpu", copy=True)) for p in self._find().values()]
-
-        def put_back() -> None:
-            for (module, key, buffer), copy in kept:
-                module._buffers[key] = buffer
-                _write(buffer, copy)
-
-        return put_back
 
     def synchronize(self, chosen: Sequence[int] | None = None) -> None:
         """Copy rank 0's buffers to the other ranks in one exchange; collective.

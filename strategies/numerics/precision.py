@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from copy import copy
 from fnmatch import fnmatchcase
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -44,9 +45,7 @@ def _holders(gradients: Sequence[Tensor]) -> list[Any]:
 class _ShardedClipping(Precision):
     """Clips by the norm of the whole gradient, of which each rank has a part."""
 
-    def __init__(self, *args: object, step_of: StepOf, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
-        self._step_of = step_of
+    _step_of: StepOf
 
     @override
     def main_params(self, optimizer: Optimizer) -> Any:
@@ -105,14 +104,20 @@ class Zero3DoublePrecision(_ShardedClipping, DoublePrecision):
     """The plugin of ``64-true``."""
 
 
+_SHARDED: dict[type[Precision], type[Precision]] = {
+    Precision: Zero3Precision,
+    LightningMixedPrecision: MixedPrecision,
+    HalfPrecision: Zero3HalfPrecision,
+    DoublePrecision: Zero3DoublePrecision,
+}
+
+
 def _sharded_scaler(
-    scaler: torch.amp.GradScaler | None, device: str, step_of: StepOf
-) -> torch.amp.GradScaler | None:
+    scaler: torch.amp.GradScaler, device: str, step_of: StepOf
+) -> torch.amp.GradScaler:
     """Return a scaler with the same settings that unscales shards, and checks for infinities over
     all ranks.
     """
-    if scaler is None:
-        return None
     # Imported here, as the import loads all of FSDP.
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -142,24 +147,17 @@ def convert(plugin: Precision, step_of: StepOf) -> Precision:
     """
     if isinstance(plugin, _ShardedClipping):
         return plugin
-    if type(plugin) is Precision:
-        return Zero3Precision(step_of=step_of)
-    if type(plugin) is LightningMixedPrecision:
-        return MixedPrecision(
-            plugin.precision,
-            plugin.device,
-            _sharded_scaler(plugin.scaler, plugin.device, step_of),
-            step_of=step_of,
+    if type(plugin) not in _SHARDED:
+        raise ValueError(
+            f"Zero3Strategy does not support the precision plugin {type(plugin).__name__}"
+            f" ({plugin.precision!r}). Use '32-true', 'bf16-mixed', '16-mixed', 'bf16-true',"
+            " '16-true' or '64-true'."
         )
-    if type(plugin) is HalfPrecision:
-        return Zero3HalfPrecision(plugin.precision, step_of=step_of)
-    if type(plugin) is DoublePrecision:
-        return Zero3DoublePrecision(step_of=step_of)
-    raise ValueError(
-        f"Zero3Strategy does not support the precision plugin {type(plugin).__name__}"
-        f" ({plugin.precision!r}). Use '32-true', 'bf16-mixed', '16-mixed', 'bf16-true', '16-true'"
-        " or '64-true'."
-    )
+    converted: Any = copy(plugin)
+    converted.__class__, converted._step_of = _SHARDED[type(plugin)], step_of
+    if scaler := getattr(plugin, "scaler", None):
+        converted.scaler = _sharded_scaler(scaler, converted.device, step_of)
+    return converted
 
 
 def gather_dtypes(

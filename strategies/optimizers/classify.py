@@ -1,15 +1,16 @@
-"""What an optimizer must see of the model to update one element of it."""
+"""What an optimizer must see of the model to update one element of it: that element, or the
+parameter that it is in. One that must see several parameters is an error.
+"""
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterator
+from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 from torch.optim import (
     ASGD,
-    LBFGS,
     SGD,
     Adadelta,
     Adagrad,
@@ -26,76 +27,48 @@ from torch.optim import (
 from .trial import Options, train_copy
 
 # Of torch, and right on any part of a parameter. A subclass may do anything.
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     {SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, ASGD, RMSprop, Rprop}
 )
 _SHAPES = [(4, 8), (2, 4)]  # of the parameters of a trial: some optimizers refuse vectors
-_STEPS = 32  # of a trial: rules may start late
-_LAST_START = 200  # integer options up to this may be the last step before a rule starts
+_STEPS = 34  # of a trial: rules may start late
 # Factors of one gradient: a training may have such gradients, and an optimizer a rule for them.
-_FACTORS = (1e3, 1e6, float("inf"), float("nan"))
+_LARGE, _NOT_FINITE = (1e3, 1e6), (float("inf"), float("nan"))
 
 
-class Stepping(enum.Enum):
-    """What an optimizer must see of the model to update one element of it."""
+def require_separate(optimizer: Optimizer, device: torch.device) -> None:
+    """Require that ``optimizer`` updates each parameter by itself.
 
-    ELEMENTS = "that element: it can step on shards"
-    TENSORS = "the parameter that it is in: it must step on whole parameters"
-    MODEL = "all parameters at once, as one long vector"
-
-
-def find_stepping(optimizer: Optimizer, device: torch.device) -> Stepping:
-    """What ``optimizer`` must see: elements if it is one of torch's own that update each by itself,
-    whole parameters otherwise.
-
-    What is not torch's is tried: copies of it train two small tensors, together and one at a time,
-    with the options of each group, on ``device`` (some optimizers work on a GPU only).
+    Copies of it train two small tensors, together and one at a time, with the options of each
+    group, on ``device`` (some optimizers work on a GPU only).
 
     Raises:
         ValueError: the optimizer combines parameters, or could not be tried.
     """
-    if isinstance(optimizer, LBFGS):
-        return Stepping.MODEL
-    if type(optimizer) in _ELEMENTWISE:
-        return Stepping.ELEMENTS
     # There may be no groups: where `configure_optimizers` returns None, Lightning's
     # `_init_optimizers_and_lr_schedulers` puts a `_MockOptimizer`.
     with torch.device(device):
         for options in _variants(optimizer):
-            _require_separate(optimizer, options)
-    return Stepping.TENSORS
+            _try(optimizer, options)
 
 
-def _variants(optimizer: Optimizer) -> Iterator[Options]:
-    """Yield the options of one group of each kind.
+def _variants(optimizer: Optimizer) -> Iterable[Options]:
+    """Return the options of one group of each kind.
 
     Groups whose floats (a learning rate, a decay) differ in size alone are of one kind.
     """
-    known = set()
+    left_out = "params", "param_names", "initial_lr"
+    kinds = {}
     for group in optimizer.param_groups:
-        options = _options(group)
-        kind = repr(
-            {
-                k: bool(v) if isinstance(v, float) else v
-                for k, v in options.items()
-                if k not in ("lr", "param_names")
-            }
-        )
-        if kind not in known:
-            known.add(kind)
-            yield options
+        options = {k: v for k, v in group.items() if k not in left_out}
+        kind = {k: bool(v) if isinstance(v, float) else v for k, v in options.items() if k != "lr"}
+        kinds[repr(kind)] = options
+    return kinds.values()
 
 
-def _options(group: Options) -> Options:
-    return {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
-
-
-def _require_separate(optimizer: Optimizer, options: Options) -> None:
-    named = *options.values(), *vars(optimizer).values()
-    starts = [value for value in named if type(value) is int and value <= _LAST_START]
-    steps = max([_STEPS, *starts]) + 2
+def _try(optimizer: Optimizer, options: Options) -> None:
     try:
-        separate = _agree(optimizer, options, steps)
+        is_separate = _agree(optimizer, options, _LARGE)
     except Exception as error:
         raise ValueError(
             f"{type(optimizer).__name__} could not be tried on small tensors"
@@ -105,7 +78,9 @@ def _require_separate(optimizer: Optimizer, options: Options) -> None:
             " (`automatic_optimization = False`). Else use one that updates each parameter by"
             " itself (SGD for sparse gradients), or another strategy."
         ) from error
-    if not separate or any(_combines(factor, optimizer, options, steps) for factor in _FACTORS):
+    with suppress(Exception):  # the optimizer would raise in the training, too
+        is_separate = is_separate and _agree(optimizer, options, _NOT_FINITE)
+    if not is_separate:
         raise ValueError(
             f"{type(optimizer).__name__} combines several parameters in the update of one: by a"
             " global norm, a step that it skips when any gradient is large or not finite, random"
@@ -115,25 +90,17 @@ def _require_separate(optimizer: Optimizer, options: Options) -> None:
         )
 
 
-def _combines(factor: float, optimizer: Optimizer, options: Options, steps: int) -> bool:
-    """Say whether one gradient of one tensor, ``factor`` times as large, changes other tensors."""
-    try:
-        return not _agree(optimizer, options, steps, factor)
-    except Exception:
-        return False  # the optimizer would raise in the training, too
-
-
-def _agree(optimizer: Optimizer, options: Options, steps: int, factor: float = 1.0) -> bool:
+def _agree(optimizer: Optimizer, options: Options, factors: tuple[float, float]) -> bool:
     """Say whether training tensors together and one at a time gives the same values.
 
-    In an early step and in the last but one the gradient of the first tensor is ``factor`` times as
-    large.
+    In an early step and in the last but one the gradient of the first tensor is so many times as
+    large as ``factors`` say.
     """
     generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     values, *grads = (
-        [torch.randn(shape, generator=generator) for shape in _SHAPES] for _ in range(1 + steps)
+        [torch.randn(shape, generator=generator) for shape in _SHAPES] for _ in range(1 + _STEPS)
     )
-    for step in (1, steps - 2):
+    for step, factor in zip((1, -2), factors, strict=True):
         grads[step][0] *= factor
     together, alone = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
     train_copy(optimizer, options, together, grads)

@@ -7,19 +7,18 @@ for the others alone. Optimizer state and gradients move to the new shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from ..engine import OptimizerStep, StandIns, State, Zero3Engine, compare_notes
-from .classify import Stepping, find_stepping
+from .classify import ELEMENTWISE, require_separate
 from .host_steps import FUSED, HostShards
-from .lbfgs import LongVector
-from .settings import list_settings
+from .lbfgs import Themselves
 from .whole_parameters import WholeParameters
 
 
@@ -39,7 +38,9 @@ class ParamGroups:
         device: torch.device,
     ) -> None:
         self._optimizers, self._shard = optimizers, shard
-        self.steppings = {optimizer: find_stepping(optimizer, device) for optimizer in optimizers}
+        for optimizer in optimizers:
+            if type(optimizer) not in ELEMENTWISE and not isinstance(optimizer, LBFGS):
+                require_separate(optimizer, device)
 
     def start(self, engine: Zero3Engine, states: Sequence[Mapping[str, State]] = ()) -> None:
         """Let the optimizers step on what they can step on.
@@ -49,7 +50,7 @@ class ParamGroups:
             states: state of each optimizer by parameter name, in place of what its constructor has
                 made.
         """
-        engine.collectives.exchange_log.settings = partial(list_settings, tuple(self._optimizers))
+        engine.collectives.exchange_log.settings = partial(_list_settings, self._optimizers)
         by_name = {entry.name: entry.parameter for entry in engine.entries.values()}
         for index, optimizer in enumerate(self._optimizers):
             step = engine.steps[optimizer]
@@ -59,27 +60,23 @@ class ParamGroups:
 
     def _stand_ins(self, engine: Zero3Engine, index: int) -> StandIns:
         optimizer = self._optimizers[index]
-        if self.steppings[optimizer] is Stepping.ELEMENTS:
+        if type(optimizer) in ELEMENTWISE:
             if engine.host is not None and type(optimizer) in FUSED:
                 return HostShards(engine, engine.steps[optimizer])
             return StandIns(engine)
-        if self.steppings[optimizer] is Stepping.MODEL:
-            return LongVector(engine, optimizer)
+        if isinstance(optimizer, LBFGS):
+            return Themselves(engine)
         return WholeParameters(engine, optimizer)
 
     def apply_edits(self, engine: Zero3Engine) -> Zero3Engine:
         """Return an engine for the groups as they are now: ``engine`` itself unless a parameter was
         added that no optimizer had. Collective then.
 
-        Raises:
-            ValueError: parameters have other names than when they were sharded, or an optimizer is
-                LBFGS.
         """
         members = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
         if engine.trained_ids.issuperset(map(id, members)):
             return engine
         engine.structure.check()
-        self._require_possible(engine)
         engine.passes.reduce_held()
         compare_notes(engine.collectives)
         before = [engine.steps[optimizer] for optimizer in self._optimizers]
@@ -92,29 +89,29 @@ class ParamGroups:
         _move_gradients(engine, new)
         return new
 
-    def _require_possible(self, engine: Zero3Engine) -> None:
-        names = {name for name, _ in engine.structure.model.named_parameters()}
-        if renamed := sorted(names - {entry.name for entry in engine.entries.values()}):
-            raise ValueError(
-                "Param groups were edited after parameters had been given other names, as pruning"
-                f" does: {', '.join(map(repr, renamed))}. Edit the groups before, or prune before"
-                " `trainer.fit`."
-            )
-        if Stepping.MODEL in self.steppings.values():
-            raise ValueError(
-                "Param groups cannot be edited beside LBFGS: its history is of the parameters that"
-                " it has had."
-            )
+
+def _list_settings(optimizers: Iterable[Optimizer]) -> list[str]:
+    """List the options of all param groups that are numbers or tuples, in words.
+
+    Tensors are left out: to read one, the host would wait for the device.
+    """
+    return [
+        f"{option!r} = {value} in param group {number} of {type(optimizer).__name__}"
+        for optimizer in optimizers
+        for number, group in enumerate(optimizer.param_groups)
+        for option, value in group.items()
+        if isinstance(value, int | float | tuple)
+    ]
 
 
 def whole_parameters(step: OptimizerStep) -> WholeParameters | None:
     """The whole parameters that an optimizer steps on; None if it steps on shards.
 
     Raises:
-        ValueError: the optimizer is LBFGS, whose history belongs to no parameter and cannot be
-            saved.
+        ValueError: the optimizer is LBFGS, whose history is of all parameters together and cannot
+            be saved.
     """
-    if isinstance(step.stand_ins, LongVector):
+    if isinstance(step.stand_ins, Themselves):
         raise ValueError(
             "The state of LBFGS cannot be saved or loaded with Zero3Strategy. Save the weights"
             " alone: `ModelCheckpoint(save_weights_only=True)`, `trainer.save_checkpoint(path,"
@@ -129,9 +126,9 @@ def _move_state(
     """Give ``step`` the ``state`` of the stand-ins before, which ``engine`` had."""
     names = old.names_with_state(state)
     for entry in chain(*step.entries()):
-        if entry.name in names:
-            whole = old.whole_state(engine.entries[id(entry.parameter)], state)
-            step.stand_ins.cut_state(entry, whole, step.state)
+        before = engine.entries[id(entry.parameter)]  # pruning has given it another name since
+        if before.name in names:
+            step.stand_ins.cut_state(entry, old.whole_state(before, state), step.state)
 
 
 def _move_gradients(old: Zero3Engine, new: Zero3Engine) -> None:

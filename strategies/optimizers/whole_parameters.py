@@ -142,25 +142,21 @@ class WholeParameters(StandIns):
                 found[key] = collectives.broadcast(
                     value.to(self.engine.device).contiguous().clone(), owner
                 )
-        return _placed(found, self.engine.device)
+        return found
 
     def cut_state(self, entry: Entry, whole: State, state: dict[Any, State]) -> None:
         """See :meth:`StandIns.cut_state`."""
         self._assign([entry])
         if entry.name in self.owned:
             p = self.owned[entry.name]
-            state[p] = _placed(whole, p.device)
-
-
-def _placed(state: State, device: torch.device) -> State:
-    # As `Optimizer._process_value_according_to_param_policy` of torch does it; no optimizer of
-    # torch that steps on whole tensors keeps counts on the device.
-    return {
-        key: value.to("cpu" if key == "step" else device, copy=True)
-        if isinstance(value, Tensor)
-        else value
-        for key, value in state.items()
-    }
+            # As `Optimizer._process_value_according_to_param_policy` of torch does it; no optimizer
+            # of torch that steps on whole tensors keeps counts on the device.
+            state[p] = {
+                key: value.to("cpu" if key == "step" else p.device, copy=True)
+                if isinstance(value, Tensor)
+                else value
+                for key, value in whole.items()
+            }
 
 
 def assign_owners(numels: Mapping[str, int], loads: list[int]) -> dict[str, int]:

@@ -646,8 +646,6 @@ class PrunedDuringTraining(Case):
 class PrunedThenRegrouped(Case):
     """`add_param_group` after pruning during training"""
 
-    refused = refused_on_one = "given other names.*'stem.weight_orig'.*before"
-
     def optimizers(self, model):
         model.head.bias.requires_grad_(False)
         return [

@@ -372,7 +372,7 @@ def read_told() -> dict:
     section = ALL.read_text().partition(f"## {TOLD}\n")[2].partition("\n## ")[0]
     return {
         line[1]: Outcome("refused", line[2])
-        for line in re.finditer(r"^- (.*?): (\w+Error: .*)$", section, re.MULTILINE)
+        for line in re.finditer(r"^- (.*?): (\w+(?:Error|Exception): .*)$", section, re.MULTILINE)
     }
 
 

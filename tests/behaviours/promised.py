@@ -378,6 +378,7 @@ PROMISED: dict[str, tuple[str, ...]] = {
         "parameters-without-optimizer",
         "unfrozen-without-optimizer",
         "add-param-group",
+        "pruned-then-regrouped",
         "add-param-group-adam",
         "add-param-group-adafactor",
         "add-param-group-twice",
@@ -543,11 +544,9 @@ NOT_PROMISED: dict[str, tuple[str, ...]] = {
         "shared-memory",
         "buffer-of-a-parameter",
         "blocks-replaced-by-identity",
-        "pruned-then-regrouped",
         "view-kept-from-the-start",
     ),
-    "Stays an error: Lightning declines it, or an average is not of each element by itself.": (
-        "NotElementwise",
+    "Stays an error: Lightning declines it.": (
         "BatchSizeFound",
         "SkippedSteps",
     ),

@@ -142,8 +142,7 @@ OF_NONE = {
     "optimizer-of-global-norms": "GloballyNormalizedSgd",
     "optimizer-of-finite-steps": "FiniteSgd",
     "foreign-tensor": r"SGD holds a tensor of shape \(8,\)",
-    "not-elementwise": "WeightAveraging",
-    "batch-size-found": "BatchSizeFinder",
+    "batch-size-found": "Batch size finder",
     "skipped-steps": "`training_step`",
 }
 WHAT_TO_DO = re.compile(

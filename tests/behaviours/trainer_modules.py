@@ -108,18 +108,6 @@ class Swa(Averaged):
         return [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)]
 
 
-class NotElementwise(Module):
-    """`WeightAveraging` with a function of whole tensors"""
-
-    refused = (
-        "averaging function of WeightAveraging does not average each element by"
-        " itself.*get_ema_avg_fn"
-    )
-
-    def callbacks(self):
-        return [WeightAveraging(avg_fn=lambda average, weight, n: weight / weight.norm())]
-
-
 class Unfreezing(Module):
     """`BaseFinetuning`"""
 
@@ -393,10 +381,7 @@ class LearningRateFound(LikeDdp):
 class BatchSizeFound(LikeDdp):
     """`BatchSizeFinder`"""
 
-    refused = (
-        "BatchSizeFinder tries sizes until.*Lightning allows it with no distributed strategy. Try"
-        " each size"
-    )
+    refused = "Batch size finder is not supported with distributed strategies"
 
     def callbacks(self):
         return [BatchSizeFinder()]

@@ -89,6 +89,11 @@ class Hides:
         ),
         (
             Small(same),
+            {"strategy": zero3(stop_on_nonfinite=True)},
+            r"`Zero3Strategy\(stop_on_nonfinite=\.\.\.\)` waits for the host, .*Leave it out",
+        ),
+        (
+            Small(same),
             {"strategy": zero3(reduce_once=True)},
             r"`Zero3Strategy\(reduce_once=\.\.\.\)` .* does something else .*Leave it out",
         ),
@@ -98,7 +103,7 @@ class Hides:
             r"A tensor of the inputs has layout torch\.sparse_coo\. Pass dense ones",
         ),
     ],
-    ids=["manual", "iterator", "anomaly", "debug", "once", "sparse"],
+    ids=["manual", "iterator", "anomaly", "debug", "nonfinite", "once", "sparse"],
 )
 def test_runs_that_cannot_be_captured_at_all(module, options, message):
     options = {name: value() if callable(value) else value for name, value in options.items()}

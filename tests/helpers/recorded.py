@@ -201,10 +201,7 @@ class Recorder(Callback):
         self._note("random state", torch.get_rng_state())
         if module.device.type == "cuda":  # where dropout draws
             self._note("random state of the device", torch.cuda.get_rng_state(module.device))
-        optimizer, is_sharded = trainer.optimizers[0], hasattr(trainer.strategy, "engine")
-        # with zero3 the state of LBFGS is of no parameter, and reading it an error
-        if not (is_sharded and isinstance(optimizer, torch.optim.LBFGS)):
-            self._note("optimizer", optimizer.state_dict())
+        self._note("optimizer", trainer.optimizers[0].state_dict())
 
 
 def _gradients(module: pl.LightningModule) -> dict[str, Tensor | None]:

@@ -85,7 +85,7 @@ ROOMS = [
     Room(
         "strategies/optimizers",
         "how an optimizer may step",
-        "strategies/support strategies/collectives strategies/engine",
+        "strategies/collectives strategies/engine",
         tokens=5_070,
     ),
     Room(
@@ -148,7 +148,7 @@ ROOMS = [
     Room(
         "strategies/plan",
         "what a run will need, before it starts",
-        "strategies/support strategies/engine strategies/optimizers strategies/liveness",
+        "strategies/support strategies/engine strategies/optimizers strategies/memory_ledger",
         _LIGHTNING,
         tokens=2_979,
     ),

@@ -9,7 +9,6 @@ from helpers.ranks import run_ranks
 from lightning_zero3 import Zero3Strategy
 from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import ResidencyError, Zero3Engine, gathered
-from lightning_zero3.strategies.optimizers.param_groups import ParamGroups
 
 CPU = torch.device("cpu")
 
@@ -78,24 +77,6 @@ def gradient_read_in_backward():
         loss_of(model, engine).backward()
 
 
-def regrouped_beside_lbfgs():
-    model, optimizer, engine = engine_of(
-        nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False), optimizer=torch.optim.LBFGS
-    )
-    groups = ParamGroups([optimizer], lambda: engine, CPU)
-    groups.start(engine, [{}])
-    optimizer.add_param_group({"params": [model[1].weight.requires_grad_()]})
-    groups.apply_edits(engine)
-
-
-def median_of_a_vector():
-    model, optimizer, engine = engine_of(optimizer=torch.optim.LBFGS)
-    ParamGroups([optimizer], lambda: engine, CPU).start(engine, [{}])
-    with engine.backward():
-        loss_of(model, engine).backward()
-    optimizer._gather_flat_grad().median()
-
-
 def differentiated():
     model, optimizer, engine = engine_of(nn.Linear(6, 6))
 
@@ -151,12 +132,6 @@ SHARDED = [
         gradient_read_in_backward,
         ResidencyError,
         r"gradient of parameter '0\.weight' was read, or set, in a backward",
-    ),
-    (regrouped_beside_lbfgs, ValueError, "Param groups cannot be edited beside LBFGS: its history"),
-    (
-        median_of_a_vector,
-        NotImplementedError,
-        "LBFGS takes the `median` of a vector that is sharded over the ranks",
     ),
 ]
 

@@ -135,42 +135,6 @@ def test_as_in_one_process(run, kind, runs):
     assert_tensors_close(found[0][kind][1], state)
 
 
-def fit_tickets(rank, world_size, strategy, **options):
-    """Weights of a run whose ranks initialize other values each."""
-    module = Backbone(ADAM)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(rank)
-    tickets = ModelPruning("l1_unstructured", amount=0.2, **options)
-    runner = trainer(
-        sharded(ADAM) if strategy == "zero3" else strategy, world_size, callbacks=[tickets]
-    )
-    runner.fit(module)
-    return {name: value.clone() for name, value in full_state(runner).items()}
-
-
-def resample_tickets(rank, world_size, strategy):
-    def fill(layer):
-        torch.nn.init.constant_(layer.weight, 7.0 + rank)
-        if layer.bias is not None:  # else whatever was in the memory
-            torch.nn.init.zeros_(layer.bias)
-
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(torch.nn.Linear, "reset_parameters", fill)
-        return fit_tickets(rank, world_size, strategy, resample_parameters=True)
-
-
-def test_a_lottery_ticket_starts_from_the_values_of_rank_0():
-    (expected,) = run_ranks(fit_tickets, 1, "auto")
-    found, *_ = run_ranks(fit_tickets, 2, "zero3")
-    assert any((value == 0).any() for value in expected.values())
-    assert_tensors_close(found, expected)
-    (expected,) = run_ranks(resample_tickets, 1, "auto")
-    found, *_ = run_ranks(resample_tickets, 2, "zero3")
-    assert any((value == 7).any() for value in expected.values())
-    assert_tensors_close(found, expected)
-
-
 def fit_norms(rank, world_size, strategy, folder, val_batches):
     return fit_all(rank, world_size, strategy, folder, kinds=NORM_KINDS, val_batches=val_batches)
 

@@ -16,6 +16,7 @@ from helpers.ranks import run_ranks
 from lightning_zero3 import CheckpointOptions
 from lightning_zero3.strategies.communicators import make_collectives
 from lightning_zero3.strategies.engine import Zero3Engine
+from lightning_zero3.strategies.optimizers.param_groups import ParamGroups
 from lightning_zero3.strategies.optimizers.whole_parameters import WholeParameters, assign_owners
 
 
@@ -130,6 +131,45 @@ def save_lbfgs(rank, world_size, folder):
 def test_lbfgs_saves_weights_only(tmp_path):
     run_ranks(save_lbfgs, 2, tmp_path)
     assert (tmp_path / "weights.ckpt").exists()
+
+
+def train_beside_lbfgs(rank, world_size):
+    """Weights; in the middle the other optimizer gets a layer that none had."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    long = torch.optim.LBFGS(model[2].parameters(), lr=0.1, max_iter=2)
+    other = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
+    cpu, engine, batch = torch.device("cpu"), None, torch.randn(8, 8)
+    optimizers, mine = [long, other], batch.chunk(world_size)[rank]
+    if world_size > 1:
+        collectives = make_collectives(torch.distributed.group.WORLD, cpu)
+        shard = partial(Zero3Engine, model, optimizers, device=cpu, collectives=collectives)
+        engine, groups = shard(), ParamGroups(optimizers, shard, cpu)
+        groups.start(engine)
+
+    def evaluate():
+        model.zero_grad()
+        with nullcontext() if engine is None else engine.step():
+            loss = model(mine).square().mean()
+        with nullcontext() if engine is None else engine.backward():
+            loss.backward()
+        return loss
+
+    for step in range(6):
+        if step == 3:
+            model.zero_grad()
+            other.add_param_group({"params": model[0].parameters()})
+        if engine is not None:
+            engine = groups.apply_edits(engine)
+        long.step(evaluate)
+        other.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_groups_are_edited_beside_lbfgs():
+    alone = train_beside_lbfgs(0, 1)
+    for weights in run_ranks(train_beside_lbfgs, 2):
+        assert_tensors_close(dict(enumerate(weights)), dict(enumerate(alone)))
 
 
 def counted(sent, original, buffer, label=0):
