@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -49,6 +50,8 @@ class Backward:
         self.active = False  # a pass has begun and not ended
         self.replayed = False  # by a graph, which has reduced units with others inside
         self._ended = False  # one has, since all ranks expected one
+        # what autograd's run holds until its end, or until an exception ends it
+        self._run: Callable[[], Callable[[], None] | None] | None = None
         # what other ranks lack of rank 0's buffers, as all ranks agreed, while graphs may need them
         # as saved
         self.stale_buffers = b""
@@ -86,6 +89,8 @@ class Backward:
             # a custom Function may return None
             if grad is None or now._pool.announce:
                 return
+            if used[number] and len(parameter._post_accumulate_grad_hooks) > 1:
+                raise _seen_alone(name)
             if not claimed[where]:
                 now._reducer.claim(where)
             if grad.is_sparse:
@@ -111,18 +116,23 @@ class Backward:
 
     def begin(self, silent: bool = False) -> None:
         """The first gradient is there; ``silent``: not on this rank."""
+        self.drop_failed()
         if self.active:
             return
         self._pool.store_written()
         if not self._pool.announce:
             self._gradients.begin_backward()
-        self.active, self.replayed = True, False
+        self.active, self.replayed, self._run = True, False, None
         if not silent:
-            torch.autograd.Variable._execution_engine.queue_callback(self.end)
+            end = partial(self.end)
+            self._run = weakref.ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def drop_failed(self) -> None:
         """If an exception has ended autograd's run, nothing of the pass stays."""
-        if self.active and graph_task() == NO_GRAPH_TASK:
+        is_dropped = self._run is not None and self._run() is None
+        # a device's threads may hold what the run held for a moment
+        if self.active and (is_dropped or graph_task() == NO_GRAPH_TASK):
             self._failed()
 
     def enter(self, unit: Unit, grad: Tensor) -> None:
@@ -246,3 +256,12 @@ class Backward:
                 set_grad(entry.parameter, None)
         self.coming.clear()
         self._current, self.active, self.stale_buffers = None, False, b""
+
+
+def _seen_alone(name: str) -> ResidencyError:
+    return ResidencyError(
+        f"Parameter {name!r} has a post-accumulate hook, and got a gradient before the one of an"
+        " earlier backward, or of an earlier use of it, was cleared: the hook would find the last"
+        " one alone.\nUse `parameter.register_hook`, which is given each by itself, or change"
+        " `parameter.grad` after the backward (`on_after_backward`)."
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -155,6 +156,7 @@ class Zero3Engine(Access):
         )
         self.own_parameters()
         self._forward = ForwardOrder()
+        self._has_warned = False
         hooks = self._enter_forward, self._leave_forward
         self.handles = [handle for unit in self.units for handle in install(unit, *hooks)]
         self._taking = [
@@ -218,15 +220,15 @@ class Zero3Engine(Access):
             self.collectives.exchange_log.resume_trace()
         try:
             self.passes.in_step = True
-            if gradients_over and not self.gradients.lasting:
-                self.gradients.clear_all()
+            if gradients_over:
+                self.gradients.take_away()
             with self.around_step():
                 yield
         except BaseException:
             self.abandon()
             raise
         finally:
-            self.passes.in_step = False
+            self.passes.in_step = self.gradients.over = False
         self.passes.end_step()
         self.require_unwritten()
 
@@ -316,6 +318,7 @@ class Zero3Engine(Access):
         """
         self.gradients.forget()
         entries = list(self.entries.values()) if changed is None else list(changed)
+        self._warn_of_kept_views(entries)
         units = dict.fromkeys([entry.unit for entry in entries])
         for unit in units:
             unit.full_values = unit.full_values and {}
@@ -326,6 +329,21 @@ class Zero3Engine(Access):
         with DisableTorchFunctionSubclass():
             for entry in entries:
                 entry.seen = entry.parameter._version
+
+    def _warn_of_kept_views(self, changed: list[Entry]) -> None:
+        if self._has_warned or self.pool.is_captured:  # graphs hold views themselves
+            return
+        units = {entry.unit for entry in changed}
+        for unit in units.intersection(self.pool.kept):
+            if not unit.pins and unit.buffer.is_held():
+                self._has_warned = True
+                warnings.warn(
+                    f"Somebody holds a view of a weight of unit {unit.name}, made in its forward,"
+                    " while the weight changes: the view shows the value of before until the unit"
+                    " is unsharded again. Keep a `.clone()`, or use the parameter itself.",
+                    stacklevel=2,
+                )
+                return
 
     # -------------------------------------------------------------------------------------- forward
 

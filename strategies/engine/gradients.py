@@ -38,6 +38,7 @@ class Gradients:
         self.dropped: set[str] = set()
         # of the unit asked for last, by name: usually its others are asked for next
         self._full: dict[str, Tensor] = {}
+        self.over = False  # freed before the user cleared them
 
     # --------------------------------------------------------------------------------- a backward
 
@@ -71,7 +72,9 @@ class Gradients:
 
     def present(self, entry: Entry) -> bool:
         """Whether ``parameter.grad`` is not None; the same on all ranks. Reading it may raise."""
-        return self.has_gradient(entry) if entry.trained else entry.name in self.dropped
+        if not entry.trained:
+            return entry.name in self.dropped
+        return self.over or self.has_gradient(entry)
 
     # ------------------------------------------------------------------------ what optimizers see
 
@@ -108,7 +111,7 @@ class Gradients:
         """The whole gradient of a parameter, in memory of its own; collective.
 
         Raises:
-            ResidencyError: no optimizer has the parameter.
+            ResidencyError: no optimizer has the parameter, or the gradient is over.
         """
         if not entry.trained:
             raise ResidencyError(
@@ -116,17 +119,19 @@ class Gradients:
                 " kept.\nGive the parameter to an optimizer in `configure_optimizers` (a learning"
                 " rate of 0 will do), or freeze it (`requires_grad_(False)`)."
             )
+        self._require_there(entry)
         if entry.name not in self._full:
             self._full = entry.unit.gradients()
         return self._full[entry.name].clone()
 
     def squared_norm(self, entries: Iterable[Entry]) -> Tensor:
-        """The squared 2-norm [] of this rank's parts of gradients, in float64."""
+        """The squared 2-norm [] of this rank's parts of gradients, in float64; as :meth:`full`."""
         found: dict[Entry, Tensor] = {}
         unknown: dict[torch.device, list[Entry]] = defaultdict(list)
         # in one order, whatever that of the groups is: sums must be alike
-        present = sorted(filter(self.has_gradient, entries), key=attrgetter("number"))
+        present = sorted(filter(self.present, entries), key=attrgetter("number"))
         for entry in present:
+            self._require_there(entry)
             if (known := entry.chunk.squared_norms) is not None:
                 found[entry] = known[entry.number - entry.chunk.numbers.start]
             else:
@@ -138,6 +143,16 @@ class Gradients:
         if not present:
             return torch.zeros((), dtype=torch.float64)
         return torch.stack([found[entry] for entry in present]).sum()
+
+    def _require_there(self, entry: Entry) -> None:
+        if not self.has_gradient(entry):
+            raise ResidencyError(
+                f"The gradient of parameter {entry.name!r} was freed when `training_step` began,"
+                " because Lightning clears it before the next backward.\nRead it earlier"
+                " (`on_before_optimizer_step`, `on_train_batch_end`), or define"
+                " `on_before_zero_grad` in the module; before a backward inside of `training_step`"
+                " call the module's `zero_grad()`."
+            )
 
     def forget(self) -> None:
         """Gradients may have changed in place: read them anew."""
@@ -170,6 +185,14 @@ class Gradients:
         self.used[number] = self._written[number] = 0
         entry.assigned += 1
         self._full.pop(entry.name, None)
+
+    def take_away(self) -> None:
+        """Free gradients that will be cleared before anything is added to them; who asks for one
+        until then is told.
+        """
+        if not self.lasting and any(self.used):
+            self.over = True
+            self.clear_all()
 
     def clear_all(self) -> None:
         """No parameter has a gradient any more; local."""

@@ -465,6 +465,29 @@ class PostAccumulateHooksPlainBackward(PostAccumulateHooksAfterSetUp, PlainBackw
 
 
 @case
+class PostAccumulateHooksAccumulated(PostAccumulateHooks):
+    """Post-accumulate hooks that change `grad`, with two backwards before gradients are cleared"""
+
+    refused = refused_on_one = (
+        r"Parameter '[\w.]+' has a post-accumulate hook.*would find the last one"
+        r" alone.*`parameter.register_hook`"
+    )
+
+    def train(self, run):
+        for step in range(STEPS):
+            run.optimizer.zero_grad()
+            for micro in range(2):
+                loss = run.step(
+                    lambda model, number=2 * step + micro: self.loss(
+                        model, self.batch(number, run.rank)
+                    )
+                )
+                with run.backward():
+                    loss.backward()
+            run.optimizer.step()
+
+
+@case
 class ModuleHooks(Case):
     """Forward and backward hooks on modules"""
 

@@ -119,7 +119,7 @@ DROPPED = (
     (
         "Weights kept over a step, and writes to copies of them",
         7,
-        "what is kept is a snapshot; a write to a copy is an error, and to"
+        "what is kept is a snapshot, with a warning; a write to a copy is an error, and to"
         " `p.data`, `p.detach()` and their rows it is stored",
     ),
     ("Wrong under ddp too, or refused by torch", 8, "torch's error, ours, or what ddp does"),
@@ -130,12 +130,7 @@ DROPPED = (
         1,
         "they are cleared",
     ),
-    (
-        "Gradients of an earlier backward, in a post-accumulate hook, or of a parameter that comes"
-        " to an optimizer",
-        2,
-        "the hook finds this backward's, the optimizer none",
-    ),
+    ("Gradients from before a parameter came to an optimizer", 1, "there are none"),
     (
         "Changes in place as nobody spells them (`weight.t_()`, `F.relu(weight, inplace=True)`,"
         " `F.embedding(..., max_norm=...)` outside its layer)",

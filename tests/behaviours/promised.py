@@ -602,6 +602,7 @@ NOT_PROMISED: dict[str, tuple[str, ...]] = {
         "ManualAfterFailure",
     ),
     "Done in the middle of a backward, a closure or a window of micro-batches.": (
+        "post-accumulate-hooks-accumulated",
         "stepped-in-backward",
         "add-param-group-after-backward",
     ),

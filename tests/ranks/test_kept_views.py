@@ -1,6 +1,7 @@
 """Who holds memory of an unsharded unit keeps it: nobody else is unsharded there meanwhile."""
 
 import gc
+import warnings
 
 import pytest
 import torch
@@ -60,8 +61,12 @@ def keep(rank, world_size, only_on_rank_zero):
         if layer.kept is not None:
             torch.testing.assert_close(layer.kept.t(), reference.weight, rtol=0, atol=0)
             torch.testing.assert_close(torch.from_numpy(layer.array), reference.weight.detach())
-    optimizer.step()
-    optimizer.zero_grad()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        optimizer.step()
+        optimizer.zero_grad()
+    told = [str(w.message) for w in found if "holds a view of a weight" in str(w.message)]
+    assert len(told) == (not (only_on_rank_zero and rank)), told
     step(model, engine, x)  # the weights of now
     reference = torch.optim.SGD(plain.parameters(), lr=optimizer.param_groups[0]["lr"])
     for _ in range(2):
