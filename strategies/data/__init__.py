@@ -8,8 +8,8 @@ Words: an epoch's **order** lists its samples; a **row** is one micro-batch on e
 **feed** yields this rank's batches, each with the position after the batch.
 
 - `order` cuts an order into rows; `options` holds the user's choices. These are plain Python.
-- `source` reads the order of the user's `DataLoader`, which `map_feed` cuts; `stream` cuts an
-  `IterableDataset` for `stream_feed`; `dispatch` shares out what rank 0 reads.
+- `source` reads the order of the user's `DataLoader`, which `sampler` cuts for `map_feed`; `stream`
+  cuts an `IterableDataset` for `stream_feed`; `dispatch` shares out what rank 0 reads.
 - `loader` counts batches; `device` copies them ahead; `strategy` says what a Lightning strategy has
   to do at which of the Trainer's hooks.
 """

@@ -18,8 +18,9 @@ from .device import place_on
 from .dispatch import dispatch
 from .no_batch import NoBatch
 from .options import DataOptions, Stage
+from .seeding import WorkerInit
 
-VERSION = 5
+VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,7 @@ class ShardedLoader(DataLoader):
     """This rank's share of a user's `DataLoader`, which answers for it.
 
     It is a `DataLoader` to whoever asks, but reads through its feed. Attributes are those of the
-    user's loader. As `DataLoader` itself, it refuses other data, samplers and batch sizes; what
-    else is set acts on nothing.
+    user's loader; what cannot act on the feed any more is refused.
 
     The loader reads nothing before the first ``next``, because the epoch and a loaded state are
     known only then.
@@ -70,21 +70,27 @@ class ShardedLoader(DataLoader):
         source: DataLoader,
         options: DataOptions,
         stage: Stage,
+        rank: int,
+        world_size: int,
+        seed: int,
         device: torch.device,
     ) -> None:
         # not `DataLoader.__init__`: its attributes are asked of `source`
         self.feed = feed
         self.source = source
+        self.options = options
         self.stage = stage
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
         self.device = device
         self.label = feed.label
         self.epoch = 0
         self.read_epoch = None
         self.count_prefetched_batches = self.find_number = _count_nothing
         self.place_on_device = options.prefetch_to_device and device.type != "cpu"
-        is_dispatched = options.sharding == "dispatch" and feed.world > 1
-        is_read_alike = options.streams is None and not is_dispatched
-        self.compares_streams = feed.kind == "stream" and is_read_alike and feed.world > 1
+        is_read_alike = options.streams is None and options.sharding != "dispatch"
+        self.compares_streams = feed.kind == "stream" and is_read_alike and world_size > 1
         self.accumulate = 1
         self.saved_run = None
         self._resume_place: Place | None = None
@@ -94,8 +100,8 @@ class ShardedLoader(DataLoader):
         # the rest of the bookkeeping.
         self._history: deque[tuple[int, Any, bool]] = deque(maxlen=3)
         self._loaded_state: dict[str, Any] | None = None
+        is_dispatched = options.sharding == "dispatch" and world_size > 1
         self._dispatch_group = dist.new_group(backend="gloo") if is_dispatched else None
-        self._DataLoader__initialized = True  # from here on `DataLoader.__setattr__` refuses
 
     # ---- iteration -------------------------------------------------------------------------
 
@@ -155,6 +161,8 @@ class ShardedLoader(DataLoader):
         if resume is not None and resume.epoch == self.epoch:
             # A finished place gives an empty pass, after which a combined loader begins the next.
             return resume
+        if resume is not None and resume.is_finished and resume.epoch + 1 == self.epoch:
+            return Place(self.epoch, 0, 0, resume.position, True)
         if self._origin is None or self._origin.epoch != self.epoch or last is None:
             return Place(self.epoch)
         if last.is_finished:
@@ -168,7 +176,7 @@ class ShardedLoader(DataLoader):
         salt = derive_seed(self.stage == "fit", self.find_number())
         pairs = self.feed.start(origin, salt)
         if self._dispatch_group is not None:
-            pairs = dispatch(pairs, self._dispatch_group)
+            pairs = dispatch(pairs, self._dispatch_group, self.label)
         if not self.place_on_device:
             return pairs
         # Without workers, the dataset may look at what the current step changes.
@@ -186,18 +194,18 @@ class ShardedLoader(DataLoader):
     @property
     def _length(self) -> int | None:
         counts = self.batches_per_rank
-        return None if counts is None else counts[self.feed.rank]
+        return None if counts is None else counts[self.rank]
 
     @property
     def batches_per_rank(self) -> list[int] | None:
         """The number of batches of every rank in a whole epoch; None for data without a length."""
-        return self.feed.batches_per_rank(self.epoch)
+        return self.feed.batches_per_rank()
 
     @property
     def is_empty(self) -> bool:
         """Whether this rank has no sample while others evaluate some: it gets one `NoBatch`."""
         counts = self.batches_per_rank
-        return self.stage != "fit" and counts is not None and self._length == 0 < max(counts)
+        return self.stage != "fit" and counts is not None and counts[self.rank] == 0 < max(counts)
 
     @property
     def may_lack_batches(self) -> bool:
@@ -213,9 +221,12 @@ class ShardedLoader(DataLoader):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass; the same epoch again changes nothing."""
-        if epoch != self.epoch and self._resume_place is None:
-            self.saved_run = None
+        if epoch == self.epoch:
+            return
         self.epoch = epoch
+        self.feed.set_epoch(epoch)
+        if self._resume_place is None:
+            self.saved_run = None
 
     @property
     def place(self) -> Place:
@@ -230,7 +241,7 @@ class ShardedLoader(DataLoader):
     def _place_at(self, index: int) -> Place:
         assert self._origin is not None
         batches, position, is_finished = self._history[index]
-        return Place(self._origin.epoch, self._origin.cycle, batches, position, is_finished)
+        return Place(self._origin.epoch, self._origin.cycle, batches, position, False, is_finished)
 
     def state_dict(self) -> dict[str, Any]:
         """Save the place after the last batch handed over.
@@ -240,55 +251,44 @@ class ShardedLoader(DataLoader):
         """
         place = self.place
         state: dict[str, Any] = {
+            "version": VERSION,
             "place": dict(vars(place)),
-            "seed": self.feed.seed,
-            "world_size": self.feed.world,
+            "seed": self.seed,
+            "world_size": self.world_size,
             "row_samples": self.row_samples,
             "accumulate": self.accumulate,
-            "data": self._describe_data(place.epoch),
+            "feed": self.feed.describe(),
         }
-        if self.feed.is_sharded_by_user and self.feed.world > 1:
-            positions: list[Any] = [None] * self.feed.world
+        if self.feed.is_sharded_by_user and self.world_size > 1:
+            positions: list[Any] = [None] * self.world_size
             dist.all_gather_object(positions, place.position)
             state["position_per_rank"] = positions
         return state
 
-    def _describe_data(self, epoch: int) -> dict[str, Any]:
-        """Describe what a position is of."""
-        ranks = {"ranks": self.feed.world} if self.feed.is_sharded_by_user else {}
-        return {"version": VERSION, **self.feed.describe(epoch), **ranks}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next pass continue after the last batch that the saved loader handed over.
-
-        Raises:
-            ValueError: the state is of other data.
-        """
-        place = Place(**state.get("place", {"epoch": 0}))
-        self.feed.seed = state.get("seed", self.feed.seed)
-        if (saved_data := state.get("data")) != (data := self._describe_data(place.epoch)):
-            raise ValueError(
-                f"{self.label}: the checkpoint's loader differs from this one: {saved_data} then,"
-                f" {data} now. Its position would mean other samples.\nResume with the same"
-                " dataset, sampler and num_workers (and on as many ranks, if you shard the data),"
-                " or start a new run from the weights only."
-            )
-        position = place.position
+        """Make the next pass continue after the last batch that the saved loader handed over."""
+        self._check_state(state)
+        self.seed = state["seed"]
+        self.feed.reseed(state["seed"])
+        saved_place = Place(**state["place"])
+        position = saved_place.position
         if "position_per_rank" in state:
-            position = state["position_per_rank"][self.feed.rank]
+            position = state["position_per_rank"][self.rank]
+        self.feed.set_epoch(saved_place.epoch)
+        self.feed.require_same(state["feed"])
         self._origin = None
         self._history.clear()
-        done_batches = self.feed.count_done_batches(place.epoch, position)
+        done_batches = self.feed.count_done_batches(position)
         if done_batches is None:
-            done_batches = place.batches * state["row_samples"] // self.row_samples
-        self._resume_place = replace(place, batches=done_batches, position=position)
+            done_batches = saved_place.batches * state["row_samples"] // self.row_samples
+        place = replace(saved_place, batches=done_batches, position=position)
+        self._resume_place = place
         # A loop that calls no `set_epoch` continues with the next epoch after a finished one.
         self.epoch = place.epoch + place.is_finished
+        self.feed.set_epoch(self.epoch)
+        done_batches = 0 if self.epoch > place.epoch else place.batches
         self.saved_run = SavedRun(
-            state["world_size"],
-            state["row_samples"],
-            state["accumulate"],
-            0 if place.is_finished else done_batches,
+            state["world_size"], state["row_samples"], state["accumulate"], done_batches
         )
         self._loaded_state = state
 
@@ -303,10 +303,40 @@ class ShardedLoader(DataLoader):
                 self.feed.rewind()
             self.load_state_dict(self._loaded_state)
 
+    def _check_state(self, state: dict[str, Any]) -> None:
+        if state.get("version") != VERSION:
+            raise ValueError(
+                f"{self.label}: the checkpoint holds a loader state of version"
+                f" {state.get('version')!r}, this code reads version {VERSION}.\nAnother"
+                " loader or another release saved the state."
+            )
+        if state["feed"]["kind"] != self.feed.kind:
+            raise ValueError(
+                f"{self.label}: the checkpoint's loader was a {state['feed']['kind']}, this is a"
+                f" {self.feed.kind}"
+            )
+        if state["world_size"] != self.world_size and self.feed.is_sharded_by_user:
+            raise ValueError(
+                f"{self.label}: the user shards the data by rank, so the positions of"
+                f" {state['world_size']} ranks mean nothing on {self.world_size}.\nResume on"
+                f" {state['world_size']} ranks, or let the strategy shard the data."
+            )
+
     # ---- attributes of a `DataLoader` that Lightning and users read --------------------------
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["source"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_settable = name in ("worker_init_fn", "_iterator")
+        if not is_settable and name in vars(self.__dict__.get("source", self)):
+            raise AttributeError(
+                f"{self.label}: {name.removeprefix('_DataLoader__')!r} cannot change any more: the"
+                " ranks share the loader as it was.\nSet it on your own `DataLoader` before the"
+                " run, or return another one (`reload_dataloaders_every_n_epochs`); what you set on"
+                " its dataset and samplers acts from the next epoch on."
+            )
+        object.__setattr__(self, name, value)
 
     @property
     def batch_sampler(self) -> Any:  # type: ignore[override]  # read only
@@ -318,13 +348,25 @@ class ShardedLoader(DataLoader):
         return loader.batch_sampler
 
     @property
-    def _iterator(self) -> Any:
-        """The persistent workers, which Lightning's `CombinedLoader` ends."""
-        return self.feed.loader._iterator
+    def worker_init_fn(self) -> Any:
+        """The function that the feed's loader calls in each new worker."""
+        # Lightning's `_auto_add_worker_init_fn` sets this attribute.
+        init: Any = self.feed.loader.worker_init_fn  # a `WorkerInit`
+        return init.function
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, fn: Any) -> None:
+        self.feed.loader.worker_init_fn = WorkerInit(fn)
+
+    @property
+    def _iterator(self) -> None:
+        """None; setting the attribute ends the workers."""
+        # Lightning's `_shutdown_workers_and_reset_iterator` sets the attribute to None.
+        return None
 
     @_iterator.setter
-    def _iterator(self, value: Any) -> None:
-        self.feed.loader._iterator = value
+    def _iterator(self, value: None) -> None:
+        self.close()
 
     def close(self) -> None:
         """End the workers, and keep the state."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .order import TAILS, Tail
+
 Stage = Literal["fit", "validate", "test", "predict"]
 
 
@@ -19,8 +21,11 @@ class DataOptions:
             "dispatch": rank 0 reads for all ranks; the other ranks receive their batches and never
             open the data; sizes are those of "batch".
         even_batches: for training only. True: the last micro-batch wraps around to the epoch's
-            first samples, that of a stream to its own, so that all batches are full. False: no
+            first samples, so that all batches are full (with "dispatch": equally large). False: no
             sample is repeated, and the last batches are smaller.
+        tail: overrides ``even_batches`` with one of the layouts of `order`. "uneven" is
+            Accelerate's ``even_batches=False``, with which ranks may have different numbers of
+            batches.
         exact_evaluation: True: validation, test and prediction see every sample exactly once.
             False: they end like training.
         streams: None: every rank reads the whole `IterableDataset` and keeps its part. Ranks whose
@@ -29,7 +34,7 @@ class DataOptions:
             and every item that it yields belongs to this rank. "cut": as None, but samples may
             differ by rank, as with augmentation from a generator that nobody seeds.
             Without a ``__len__`` it must yield equally many batches on all ranks. The next epoch
-            does not continue an epoch that was cut short: it begins as the first one.
+            does not continue an epoch that was cut short: it begins where that one began.
         seed: the seed of the order of samples. None: ``PL_GLOBAL_SEED`` if set, else rank 0's torch
             seed. A sampler with a generator of its own has rank 0's ``initial_seed()`` of it.
         per_sample_seed: seed python, numpy and torch for every sample from (seed, epoch, index),
@@ -44,6 +49,7 @@ class DataOptions:
 
     sharding: Literal["batch", "split", "dispatch"] = "batch"
     even_batches: bool = True
+    tail: Tail | None = None
     exact_evaluation: bool = True
     streams: Literal["cut", "own"] | None = None
     seed: int | None = None
@@ -54,6 +60,7 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         self._check("sharding", ("batch", "split", "dispatch"))
+        self._check("tail", (*TAILS, None))
         self._check("streams", ("cut", "own", None))
         self._check("on_world_change", ("allow", "keep_global_batch"))
         if self.sharding == "dispatch" and self.streams == "own":
@@ -66,13 +73,17 @@ class DataOptions:
         if getattr(self, name) not in allowed:
             raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
 
-    def wraps(self, stage: Stage, world_size: int) -> bool:
-        """Whether the last row of this stage is filled up with samples that were there before.
-
-        A single rank gets the batches that the user's own loader would give.
-        """
-        is_exact = stage != "fit" and self.exact_evaluation
-        return self.even_batches and world_size > 1 and not is_exact
+    def tail_for(self, stage: Stage, world_size: int) -> Tail:
+        """Choose the layout of the last row in this stage."""
+        if world_size == 1:
+            return "uneven"  # the one rank gets the batches that the user's own loader would give
+        if stage != "fit" and self.exact_evaluation:
+            return "balance"
+        if self.tail is not None:
+            return self.tail
+        if not self.even_batches:
+            return "balance"
+        return "level" if self.sharding == "dispatch" else "wrap"
 
     def batch_per_rank(self, batch_size: int, world_size: int, label: str) -> int:
         """Count the samples that a rank gets of a full row; ``label`` names rank and loader."""

@@ -7,13 +7,13 @@ run that is resumed draws what the undisturbed one would, with any number of wor
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 from torch.utils.data import Dataset, get_worker_info
 
-from ..support.random_states import derive_seed, scoped, seed_cpu
+from ..support.random_states import capture_cpu, derive_seed, restore, scoped, seed_cpu
 
 
 class Cell(list[Any]):
@@ -24,9 +24,14 @@ class Cell(list[Any]):
     workers keep their copy of the dataset for the whole run.
     """
 
-    def __init__(self, indices: Sequence[Any], key: tuple[int, int]) -> None:
+    key: tuple[int, int]
+
+    def __init__(self, indices: list[Any], key: tuple[int, int]) -> None:
         super().__init__(indices)
         self.key = key
+
+    def __reduce__(self) -> Any:
+        return Cell, (list(self), self.key)
 
 
 def sample_seed(seed: int, epoch: int, index: Any) -> int:
@@ -46,6 +51,9 @@ class SeededDataset(Dataset):
         self.is_collated = is_collated
         self.per_sample = per_sample
 
+    def __getitem__(self, cell: Cell) -> Any:
+        return self.__getitems__(cell)
+
     def __getitems__(self, cell: Cell) -> Any:
         """Make one batch."""
         # A worker's generators may stay seeded; the main process needs its own states back.
@@ -56,15 +64,18 @@ class SeededDataset(Dataset):
     def _read(self, cell: Cell) -> Any:
         if self.per_sample:
             samples = [self._read_seeded(cell.key, index) for index in cell]
-        elif self.is_collated and getattr(self.dataset, "__getitems__", None):
+            return samples if self.is_collated else samples[0]
+        if not self.is_collated:
+            return self.dataset[cell[0]]
+        if getattr(self.dataset, "__getitems__", None):
             return self.dataset.__getitems__(list(cell))
-        else:
-            samples = [self.dataset[index] for index in cell]
-        return samples if self.is_collated else samples[0]
+        return [self.dataset[index] for index in cell]
 
     def _read_seeded(self, key: tuple[int, int], index: Any) -> Any:
         seed_cpu(sample_seed(*key, index))
-        return self.dataset[index]
+        if hasattr(self.dataset, "__getitem__"):
+            return self.dataset[index]
+        return self.dataset.__getitems__([index])[0]
 
 
 class WorkerInit:
@@ -81,6 +92,23 @@ class WorkerInit:
         object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
         if self.function is not None:
             self.function(worker)
+
+
+def draw_apart(batches: Iterator[Any]) -> Iterator[Any]:
+    """Iterate with generator states of its own; between two batches others draw from theirs."""
+    own = capture_cpu()
+    while True:
+        others = capture_cpu()
+        restore(own)
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        finally:
+            own = capture_cpu()
+            restore(others)
+        yield batch
+        del batch
 
 
 def return_unchanged(batch: Any) -> Any:

@@ -40,22 +40,26 @@ def shard_dataloader(
         device: the device to which batches are copied; None or CPU: they are not copied.
 
     Raises:
-        ValueError: the data cannot be shared out, or, on every rank, the ranks do not agree about
-            the data.
+        ValueError: on every rank, if the data cannot be shared out, or if the ranks do not agree
+            about the data; the message names the ranks.
     """
     if isinstance(loader, ShardedLoader):
         loader.close()
         loader = loader.source
     if not isinstance(loader, DataLoader):
         return loader
-    label = _describe_loader(loader, stage)
-    make = StreamFeed if isinstance(loader.dataset, IterableDataset) else MapFeed
+    loader_name = _describe_loader(loader, stage)
+    label = f"rank {rank}, {loader_name}"
     seed = _choose_seed(options)
-    feed = make(loader, options, stage, rank, world_size, seed, f"rank {rank}, {label}")
-    feed.seed = _compare_facts(_collect_facts(feed, loader), feed)
-    _check_lengths(feed, stage, label)
+    feed, facts = _make_feed(loader, options, stage, rank, world_size, seed, label)
+    if isinstance(feed, MapFeed) and feed.source.seed is not None:
+        seed = feed.source.seed & 0x7FFFFFFF
+    seed = _compare_facts(facts, seed, loader_name, rank, world_size)
+    assert feed is not None
+    feed.reseed(seed)
+    _check_lengths(feed, stage, loader_name, world_size)
     device = device or torch.device("cpu")
-    sharded = ShardedLoader(feed, loader, options, stage, device)
+    sharded = ShardedLoader(feed, loader, options, stage, rank, world_size, seed, device)
     if sharded.place_on_device and device.type == "cuda":
         feed.loader.pin_memory = True
     return sharded
@@ -64,6 +68,30 @@ def shard_dataloader(
 def _describe_loader(loader: DataLoader, stage: Stage) -> str:
     size = f", {len(loader.dataset)} samples" if hasattr(loader.dataset, "__len__") else ""
     return f"{stage} dataloader ({type(loader.dataset).__name__}{size})"
+
+
+def _make_feed(
+    loader: DataLoader,
+    options: DataOptions,
+    stage: Stage,
+    rank: int,
+    world_size: int,
+    seed: int,
+    label: str,
+) -> tuple[Feed | None, dict[str, Any]]:
+    """Make (the feed, the facts that all ranks must have in common).
+
+    With ``sharding="dispatch"`` other ranks than 0 have a feed only to count by; nobody reads it.
+
+    hazard: an error raised here would leave the other ranks waiting in the exchange of the facts.
+    So the facts carry it there.
+    """
+    make = StreamFeed if isinstance(loader.dataset, IterableDataset) else MapFeed
+    try:
+        feed = make(loader, options, stage, rank, world_size, seed, label)
+        return feed, _collect_facts(feed, loader)
+    except ValueError as error:
+        return None, {"problem": str(error)}
 
 
 def _choose_seed(options: DataOptions) -> int:
@@ -76,36 +104,53 @@ def _choose_seed(options: DataOptions) -> int:
 
 def _collect_facts(feed: Feed, loader: DataLoader) -> dict[str, Any]:
     """Collect the facts that all ranks must have in common, by their names in errors."""
-    facts = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    facts = {
+        "kind": feed.kind,
+        "batch_size": loader.batch_size,
+        "drop_last": loader.drop_last,
+    }
     if isinstance(feed, MapFeed):
-        if feed.is_sharded_by_user:
+        source = feed.source
+        if source.is_sharded_by_user:
             return {"kind": "sharded by the user"}
-        if feed.source.kind in ("custom", "batches"):
-            facts["checksum of the sampler's order"] = feed.source.fingerprint()
-    return {**feed.describe(0), **facts}
+        facts["number of samples"] = getattr(loader.dataset, "__len__", lambda: None)()
+        facts["sampler"] = type(source.sampler).__name__
+        if source.kind in ("custom", "batches"):
+            # One seed on all ranks, because the sampler may draw from the global generators.
+            facts["checksum of the sampler's order"] = source.fingerprint(0)
+    return facts
 
 
-def _compare_facts(facts: dict[str, Any], feed: Feed) -> int:
+def _compare_facts(
+    facts: dict[str, Any], seed: int, loader_name: str, rank: int, world_size: int
+) -> int:
     """Compare all ranks' facts; returns rank 0's seed. A collective."""
-    entries: list[Any] = [(facts, feed.seed)]
-    if feed.world > 1 and dist.is_initialized():
-        entries = [None] * feed.world
-        dist.all_gather_object(entries, (facts, feed.seed))
-    if any(other != facts for other, _ in entries):
-        raise ValueError(
-            f"{feed.label}: the ranks do not agree about the data: by rank"
-            f" {[other for other, _ in entries]}.\nBuild dataset and sampler in the same way on"
-            " every rank, or set Trainer(use_distributed_sampler=False) if each rank has data of"
-            " its own."
-        )
+    entries: list[Any] = [(facts, seed)]
+    if world_size > 1 and dist.is_initialized():
+        entries = [None] * world_size
+        dist.all_gather_object(entries, (facts, seed))
+    for other, (other_facts, _) in enumerate(entries):
+        if "problem" in other_facts:
+            where = "" if other == rank else f"on rank {other}: "
+            raise ValueError(where + other_facts["problem"])
+    for name in entries[0][0]:
+        values = [other_facts.get(name) for other_facts, _ in entries]
+        if any(value != values[0] for value in values):
+            raise ValueError(
+                f"rank {rank}, {loader_name}: the ranks do not agree about the {name}: by rank"
+                f" {values}.\nBuild dataset and sampler in the same way on every rank, or set"
+                " Trainer(use_distributed_sampler=False) if each rank has data of its own."
+            )
     return entries[0][1]
 
 
-def _check_lengths(feed: Feed, stage: Stage, label: str) -> None:
-    counts = feed.batches_per_rank(0)
-    if stage == "fit" and counts is not None and len(set(counts)) > 1:
+def _check_lengths(feed: Feed, stage: Stage, loader_name: str, world_size: int) -> None:
+    counts = feed.batches_per_rank()
+    if stage != "fit" or counts is None or max(counts) == 0:
+        return
+    if len(set(counts)) > 1:
         raise ValueError(
-            f"{label}: the ranks would have different numbers of training batches, {counts}."
+            f"{loader_name}: the ranks would have different numbers of training batches, {counts}."
             "\nChoose even_batches=True (repeats some samples), drop_last=True, or a batch size"
             " above 1, with which even_batches=False gives all ranks equally many; or fewer ranks."
         )

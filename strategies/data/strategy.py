@@ -227,11 +227,11 @@ class DataHooks:
         summary = (
             f"{loader.label}: the checkpoint was made on {saved.world_size} ranks with"
             f" {saved_batch} samples per optimizer step ({saved.row_samples} x {saved.accumulate}"
-            f" accumulated), this run has {loader.feed.world} ranks and {current_batch}"
+            f" accumulated), this run has {loader.world_size} ranks and {current_batch}"
             f" ({loader.row_samples} x {trainer.accumulate_grad_batches})."
         )
         if self.options.on_world_change == "allow":
-            if loader.feed.rank == 0:
+            if loader.rank == 0:
                 warnings.warn(
                     f"{summary} The rest of the epoch is complete and in order, but the steps"
                     ' differ.\nDataOptions(on_world_change="keep_global_batch") adjusts the'

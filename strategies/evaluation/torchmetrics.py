@@ -7,6 +7,7 @@ different sizes: processes hang or end. Here all states of a metric make one exc
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable
 from functools import partial
 from itertools import zip_longest
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
+
+from ..data.tensor_pickle import dump
 
 _NOTHING = object()
 
@@ -53,8 +56,8 @@ def sync_states(metric: Metric, dist_sync_fn: Any = None, process_group: Any = N
     group = process_group or metric.process_group
     states = [getattr(metric, name) for name in metric._reductions]
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, _copy(states, torch.device("cpu")), group=group)
-    everyone = [_copy(theirs, metric.device) for theirs in everyone]
+    dist.all_gather_object(everyone, dump(states).tobytes(), group=group)
+    everyone = [_move(pickle.loads(data), metric.device) for data in everyone]
     everyone[dist.get_rank(group)] = states  # which know how they were computed
     reductions: dict[str, Any] = metric._reductions
     joined: Any
@@ -72,8 +75,7 @@ def sync_states(metric: Metric, dist_sync_fn: Any = None, process_group: Any = N
         setattr(metric, name, reduction(joined) if is_reduced else joined)
 
 
-def _copy(state: Any, device: torch.device) -> Any:
-    # A copy, because a view would be pickled with all the memory that it looks into.
+def _move(state: Any, device: torch.device) -> Any:
     if isinstance(state, list):
-        return [_copy(element, device) for element in state]
-    return state.detach().to(device, copy=True) if isinstance(state, Tensor) else state
+        return [_move(element, device) for element in state]
+    return state.to(device) if isinstance(state, Tensor) else state

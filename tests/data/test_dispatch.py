@@ -94,9 +94,7 @@ def read_all(rank, world, states):
     rest = {}
     for (name, saved_by), state in states.items():
         make = next(make for make in RESUMED if make.__name__ == name)
-        rest[name, saved_by] = read(rank, world, make, "fit", None, state, {"even_batches": False})[
-            0
-        ]
+        rest[name, saved_by] = read(rank, world, make, "fit", None, state, {"tail": "balance"})[0]
     evaluated = {
         make.__name__: read(rank, world, make, "test", None, None, {})[0] for make in EVALUATED
     }
@@ -158,3 +156,30 @@ def test_any_nesting_is_dispatched():
         assert batch["list"][0].item() is True and batch["list"][1:] == ["text", None, 1.5, [], {}]
         assert batch["sample"].name == "name" and batch["sample"].x.dtype == torch.float64
         assert torch.equal(batch["bf16"], torch.full((2, 3), 2 * rank, dtype=torch.bfloat16))
+
+
+class Breaks(IterableDataset):
+    def __iter__(self):
+        yield from range(6)
+        raise OSError("disk gone")
+
+
+def broken(rank):
+    return DataLoader(Breaks(), batch_size=1)
+
+
+def read_and_report(rank, world):
+    try:
+        read(rank, world, broken, "fit", None, None, {})
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_an_error_on_rank_zero_reaches_everybody():
+    zero, one = run_ranks(read_and_report, 2, timeout=20)
+    assert zero == "OSError: disk gone"
+    assert (
+        "rank 1, fit dataloader (Breaks)" in one
+        and "rank 0, which reads for all ranks" in one
+        and "disk gone" in one
+    )

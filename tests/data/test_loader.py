@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from data.datasets import Counted, Indices, Stream, as_list, make_loader, row_major, shards
 from lightning_zero3.strategies.data import NoBatch
@@ -205,6 +205,21 @@ def test_custom_batches_stay_whole_and_none_is_lost(batch_size):
     assert [run(loader) for loader in loaders] == [[[0, 1, 2], [5, 6, 7]], [[3, 4], [8, 9, 10]]]
 
 
+class FixedBatches(BatchSampler):
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+def test_custom_batches_of_one_size_are_cut_like_samples():
+    def make():
+        return DataLoader(Indices(22), batch_sampler=FixedBatches(range(22), 4, False))
+
+    loaders = shards(make, 2)
+    assert [run(loader)[-1] for loader in loaders] == [[16, 17, 18, 19], [20, 21, 0, 1]]
+    loaders = shards(make, 2, sharding="split")
+    assert [run(loader)[-1] for loader in loaders] == [[20, 21], [0, 1]]
+
+
 def test_without_batches():
     loaders = shards(lambda: DataLoader(Indices(5), batch_size=None), 2, even_batches=True)
     assert [run(loader) for loader in loaders] == [[0, 2, 4], [1, 3, 0]]
@@ -264,7 +279,7 @@ class WatchingStream(Watching, Stream):
 @pytest.mark.parametrize("kind", [Watching, WatchingStream])
 def test_a_batch_that_the_loop_has_dropped_is_freed_before_the_next_is_made(kind):
     dataset = kind(6)
-    batches = iter(shards(lambda: DataLoader(dataset, batch_size=2), 1)[0])
+    batches = iter(shards(lambda: DataLoader(dataset, batch_size=2), 1, tail="uneven")[0])
     for _ in range(3):
         batch = next(batches)
         dataset.last = weakref.ref(batch)

@@ -141,7 +141,7 @@ def augmented(world, workers):
     def make():
         return make_loader(Augmented(N), workers, batch_size=2, shuffle=True)
 
-    return shards(make, world, per_sample_seed=True, even_batches=False)
+    return shards(make, world, per_sample_seed=True, tail="balance")
 
 
 def by_index(batches):
@@ -219,7 +219,7 @@ def test_the_main_process_keeps_its_generators(kind, per_sample_seed):
 def test_streams_too():
     def read(world, stop=None):
         make = lambda: DataLoader(NoisyStream(N), batch_size=2)  # noqa: E731
-        loaders = shards(make, world, per_sample_seed=True, even_batches=False)
+        loaders = shards(make, world, per_sample_seed=True, tail="balance")
         batches = [batch for loader in loaders for batch in itertools.islice(loader, stop)]
         if stop:
             resumed = shards(make, 1, per_sample_seed=True)[0]

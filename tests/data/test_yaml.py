@@ -19,13 +19,14 @@ trainer:
 AS_MAPPING = "{{{}}}"
 AS_CLASS = "{{class_path: lightning_zero3.DataOptions, init_args: {{{}}}}}"
 OPTIONS = (
-    "sharding: split, even_batches: false, exact_evaluation: false, streams: own,"
+    "sharding: split, even_batches: false, tail: uneven, exact_evaluation: false, streams: own,"
     " seed: 3, per_sample_seed: true, distinct_rank_rng: false,"
     " prefetch_to_device: false, on_world_change: keep_global_batch"
 )
 EXPECTED = DataOptions(
     "split",
     False,
+    "uneven",
     False,
     "own",
     3,

@@ -99,7 +99,7 @@ ROOMS = [
         "strategies/data",
         "sharded loaders that resume",
         "strategies/support",
-        "torch numpy lightning",
+        "torch numpy tqdm lightning",
         tokens=13_234,
     ),
     Room(
