@@ -81,8 +81,12 @@ class Initializer:
                 unset.append((name, p, owner))
             torch.utils.swap_tensors(p, nn.Parameter(value, requires_grad=p.requires_grad))
         here, owners = {id(p) for _, p, _ in unset}, {owner for *_, owner in unset}
-        # and modules around them that have no parameters elsewhere
-        chosen = [m for m, ids in self._ids.items() if m in owners or (ids and ids <= here)]
+        # and modules around them without parameters elsewhere; not those tied to theirs
+        chosen = [
+            m
+            for m, ids in self._ids.items()
+            if m in owners or (ids and ids <= here and not m._parameters)
+        ]
         for module in chosen:
             reset = getattr(module, "reset_parameters", None) or getattr(
                 module, "_reset_parameters", None
