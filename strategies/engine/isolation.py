@@ -50,7 +50,9 @@ def connected(value: Tensor, original: Tensor) -> Tensor:
     """``value`` as autograd's result of ``original``, which has other memory; to be called
     :func:`isolated`.
     """
-    # A transform that runs has not wrapped the original.
+    # A transform that runs has not wrapped the original. A node of torch's own, not of a Python
+    # function: it outlives the copy, as whoever looks for `p.expand_as(p).grad_fn.next_functions`
+    # needs it.
     with (
         torch.enable_grad(),
         temporarily_clear_interpreter_stack(),

@@ -130,6 +130,10 @@ class _Sharded(_Copied, Tensor):
             # a view follows its parameter where autograd has no part in it
             if name in VIEWS and not (torch.is_grad_enabled() and target.requires_grad):
                 return _view(target, (func, args[1:], kwargs))
+            if name in ("view_as", "expand_as") and len(args) > 1 and args[1] is target:
+                # no read: this is how torch, too, finds the node that accumulates the gradient
+                with DisableTorchFunctionSubclass():
+                    return func(*args)
             if name == "data.__set__":
                 return _assign(target, *args[1:])
             if name in LIKE:
