@@ -142,6 +142,7 @@ OF_NONE = {
     "optimizer-of-global-norms": "GloballyNormalizedSgd",
     "optimizer-of-finite-steps": "FiniteSgd",
     "foreign-tensor": r"SGD holds a tensor of shape \(8,\)",
+    "add-param-group-after-backward": "param group 1 of SGD",
     "skipped-steps": "`training_step`",
 }
 WHAT_TO_DO = re.compile(
