@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 from typing_extensions import override
 
@@ -76,7 +76,7 @@ class _WeightAveraging(_Averaging, WeightAveraging):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         load = partial(super().on_load_checkpoint, trainer, pl_module, checkpoint)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if self._average_model is None and trainer.state.fn == TrainerFn.FITTING:
             self._load = load
         else:
             load()
@@ -98,7 +98,11 @@ class _StochasticWeightAveraging(_Averaging, StochasticWeightAveraging):
 
     @override
     def _load_average_model_state(self, model_state: Any) -> None:
-        self._load = partial(super()._load_average_model_state, model_state)
+        load = partial(super()._load_average_model_state, model_state)
+        if self._average_model is None:
+            self._load = load
+        else:
+            load()
 
 
 class _AverageOfShards(StochasticWeightAveraging):
@@ -148,6 +152,15 @@ class _Pruning(ModelPruning):
             mask = module._buffers.get(f"{name}_mask")
             if mask is not None:
                 mask.copy_(engine.collectives.broadcast(mask.contiguous()))
+
+    @override
+    def _copy_param(  # type: ignore[override]  # a static method of Lightning's
+        self, new: nn.Module, old: nn.Module, name: str
+    ) -> None:
+        # What `old` has this rank initialized, before the run or now: rank 0's counts.
+        source = getattr(old, name)
+        source.data = self._strategy.broadcast(source.data)
+        super()._copy_param(new, old, name)
 
     @override
     def on_save_checkpoint(

@@ -7,7 +7,6 @@ own parts of the tensors, through a mapping, and compares its share of the check
 
 from __future__ import annotations
 
-import copy
 import os
 import pickle
 import zipfile
@@ -169,4 +168,5 @@ def read(path: Path, weights_only: bool, is_mapped: bool = True) -> dict[str, An
 
 def _unmapped(tensor: Tensor) -> Tensor:
     is_small = tensor.numel() * tensor.itemsize <= _SMALL  # also of a sparse one
-    return copy.deepcopy(tensor) if is_small else tensor
+    is_plain = type(tensor) is Tensor and not tensor.requires_grad
+    return tensor.clone() if is_plain and is_small else tensor

@@ -21,6 +21,7 @@ import errno
 import os
 import shutil
 import zipfile
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
@@ -87,8 +88,9 @@ def commit(stage: Path, path: Path) -> None:
     """Move a complete checkpoint to ``path``, and remove the one that had this name before.
 
     Raises:
-        FileNotFoundError: another job has begun to write ``path``.
+        CheckpointError: another job has begun to write ``path``.
     """
+    require_stage(stage, path)
     sync(stage)  # hazard: after a power cut the name could lead to a file without its bytes
     previous = path.with_name(f"{path.stem}.zero3-previous{path.suffix}")
     is_folder = any(each.is_dir() and not each.is_symlink() for each in (stage, path))
@@ -101,6 +103,14 @@ def commit(stage: Path, path: Path) -> None:
     sync(path.parent)
     with suppress(OSError):  # it is not of `begin`
         stage.parent.rmdir()
+
+
+def require_stage(stage: Path, path: Path) -> None:
+    """Raise a CheckpointError if another job has begun to write ``path``, which ``stage`` is of."""
+    if not os.path.lexists(stage):
+        raise CheckpointError(
+            f"Another job writes {path}, too, and began later.\nEach needs a folder of its own."
+        )
 
 
 def discard(stage: Path) -> None:
@@ -121,6 +131,23 @@ def remove(path: Path) -> None:
                 shutil.rmtree(left, ignore_errors=True)
 
 
+def retire(path: Path, links: Iterable[Path]) -> None:
+    """Delete a checkpoint, after pointing those of ``links`` that lead to it at the newest other.
+
+    ``ModelCheckpoint(save_last="link")`` deletes before it sets its link anew.
+    """
+    for link in () if path.is_symlink() else links:
+        if link.is_symlink() and os.path.realpath(link) == os.path.realpath(path):
+            others = [
+                each
+                for each in link.parent.glob("*.ckpt")
+                if os.path.realpath(each) != os.path.realpath(path)
+            ]
+            if others:
+                point(link, max(others, key=lambda each: each.lstat().st_mtime))
+    remove(path)
+
+
 def point(link: Path, target: Path) -> None:
     """Make ``link`` lead to ``target``, in one step."""
     stage = begin(link)
@@ -135,6 +162,8 @@ def damage(path: Path) -> str | None:
     """
     if path.is_dir():
         return manifest.damage(path)
+    if path.is_symlink() and not path.exists():
+        return "a link that leads nowhere"
     if path.exists() and not path.is_file():
         return "no file or folder"  # hazard: reading a FIFO waits for a writer
     with open(path, "rb") as stream:

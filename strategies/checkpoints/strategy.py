@@ -49,7 +49,7 @@ from . import single_file
 from .background import BackgroundSave
 from .frozen import BASE, exclude, frozen_names, require_base
 from .options import CheckpointOptions
-from .storage import is_remote, local, point, remove
+from .storage import is_remote, local, point, retire
 from .weights import (
     MAX_FILE_BYTES,
     WeightsSave,
@@ -76,6 +76,7 @@ class CheckpointStrategy(ProcessStrategy):
     _background: BackgroundSave | None = None  # while the model is trained
     _group: dist.ProcessGroup | None = None  # of all ranks, when the model was sharded
     _pending_weights: Sequence[Mapping[str, Any]] = ()  # to load once the model is sharded
+    _links: Set[Path] = frozenset()  # to checkpoints, that this run has made
     # names of what was frozen when the model was sharded and not trained since, to leave out
     _frozen: Set[str] = frozenset()
 
@@ -312,11 +313,12 @@ class CheckpointStrategy(ProcessStrategy):
         if is_remote(filepath) or type(self.checkpoint_io) is not TorchCheckpointIO:
             self.checkpoint_io.remove_checkpoint(filepath)
         else:
-            self._after_save(lambda: remove(Path(filepath)))
+            self._after_save(lambda: retire(Path(filepath), self._links))
 
     def link_checkpoint(self, path: _PATH, link: _PATH) -> None:
         """Make ``link`` lead to a checkpoint, once a save in flight is complete; local."""
         if self.is_global_zero and os.path.abspath(path) != os.path.abspath(link):
+            self._links |= {Path(link)}
             self._after_save(lambda: point(Path(link), Path(path)))
 
     def _after_save(self, change: Callable[[], None]) -> None:

@@ -18,7 +18,7 @@ from ..state_dicts.slices import TensorDescription
 from . import single_file
 from .manifest import is_file_name, require_file
 from .regions import ParallelSave, Place, allocate
-from .storage import discard, make_folder, sync
+from .storage import discard, make_folder, require_stage, sync
 from .zip_file import Piece
 
 INDEX, _ONE_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -184,6 +184,7 @@ class WeightsSave(ParallelSave):
 
     @override
     def complete(self, stage: Path, pieces: list[Piece]) -> None:
+        require_stage(stage, self.path)
         names = {file.name for file in stage.iterdir()}
         # hazard: whoever reads meanwhile, or after a kill, must not find an index of older files
         (self.path / INDEX).unlink(missing_ok=True)

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 _MAX_STEP_SETTINGS = 10_000
 _CHUNK_WORDS = 1 << 18  # words of 8 bytes that a checksum multiplies at a time
 LOOK_FOR = (
-    "\nAll ranks must run the same modules in the same order, load and save together, take as many"
-    " steps, and write the same values to parameters, gradients and options of optimizers. Look for"
-    " what one rank does alone, or with other values on each (`strategy.gathered(module,"
-    " modify=True)` is for that, `all_reduce`, `self.log(..., sync_dist=True)`), loaders of"
-    " different length, and branches or `should_stop` by a rank's own data"
+    "\nAll ranks must do the same in one order. Look for what one does alone, or with other values"
+    " on each (`strategy.gathered(module, modify=True)`, `self.log(..., sync_dist=True)`), loaders"
+    " of different length, branches or `should_stop` by a rank's own data"
     " (docs/understand/failures.md#diverging-ranks)."
 )
 

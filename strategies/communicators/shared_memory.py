@@ -166,12 +166,17 @@ class SharedMemoryCollectives(ComparedCollectives):
         Raises:
             DivergenceError: a rank has posted another label.
         """
-        while self._unread and not self._late(_POSTED, number := self._mine[_READ] + 1):
-            place = _LABELS + number % _RING
+        while self._unread:
+            number = self._mine[_READ] + 1
+            place, late = _LABELS + number % _RING, self._late(_POSTED, number)
             for rank in self._others:
-                self.require_same_label(self._mine[place], rank, self._words[rank][place])
-            self._unread.popleft()()
+                if rank not in late:
+                    self.require_same_label(self._mine[place], rank, self._words[rank][place])
+            if late:
+                return
+            self._unread[0]()  # if a signal's handler raises in it, it is read again
             self._mine[_READ] = number
+            self._unread.popleft()
 
     def wait_until_read(self, number: int) -> None:
         """Wait until all ranks have read the exchange with this number.
@@ -202,6 +207,8 @@ class SharedMemoryCollectives(ComparedCollectives):
 
     def _require_alive(self, rank: int) -> None:
         process = self._words[rank][_PROCESS]
+        if not process:
+            return  # it has not come so far
         with suppress(OSError):
             stat = Path(f"/proc/{process}/stat").read_text()
             if stat.rpartition(")")[2].split()[0] not in ("Z", "X"):  # zombie, dead

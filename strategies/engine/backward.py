@@ -130,10 +130,10 @@ class Backward:
 
     def drop_failed(self) -> None:
         """If an exception has ended autograd's run, nothing of the pass stays."""
-        is_dropped = self._run is not None and self._run() is None
-        # a device's threads may hold what the run held for a moment
-        if self.active and (is_dropped or graph_task() == NO_GRAPH_TASK):
-            self._failed()
+        if self.active and self._run is not None:
+            # a device's threads may hold what the run held for a moment
+            if self._run() is None or graph_task() == NO_GRAPH_TASK:
+                self._failed()
 
     def enter(self, unit: Unit, grad: Tensor) -> None:
         """The gradient ``grad`` of an output of ``unit`` is there."""

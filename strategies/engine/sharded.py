@@ -159,6 +159,9 @@ class _Sharded(_Copied, Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"<{describe(self)}, sharded: shape {tuple(self.shape)}, {self.dtype}>"
 
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if not self.dim() else object.__format__(self, spec)
+
 
 def gradient_of(parameter: Any) -> Tensor | None:
     """What ``parameter.grad`` is: in a backward this rank's own, when autograd has just made it,

@@ -158,6 +158,10 @@ class StateOfParameters(MutableMapping):
             else key in self._step.state
         )
 
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The state of ``key``, or ``default`` where there is none."""
+        return self[key] if key in self else default
+
     def clear(self) -> None:
         """All parameters begin anew; local."""
         self.given.clear()

@@ -91,7 +91,7 @@ class ParamGroups:
 
 
 def _list_settings(optimizers: Iterable[Optimizer]) -> list[str]:
-    """List the options of all param groups that are numbers or tuples, in words.
+    """List the options of all param groups that are numbers, or tuples of them, in words.
 
     Tensors are left out: to read one, the host would wait for the device.
     """
@@ -100,7 +100,10 @@ def _list_settings(optimizers: Iterable[Optimizer]) -> list[str]:
         for optimizer in optimizers
         for number, group in enumerate(optimizer.param_groups)
         for option, value in group.items()
-        if isinstance(value, int | float | tuple)
+        if all(
+            isinstance(each, int | float)
+            for each in (value if isinstance(value, tuple) else (value,))
+        )
     ]
 
 

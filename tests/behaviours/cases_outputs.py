@@ -1298,62 +1298,6 @@ class GradientsRestoredAfterFailedBackward(FailsInTheMiddle):
             run.optimizer.step()
 
 
-class ZerosAfterFailedBackward(FailsInTheMiddle):
-    """Gradients become zeros, then a loss that leaves layers out: these decay."""
-
-    def optimizers(self, model):
-        unused = list(model.blocks[3].parameters())
-        rest = [p for name, p in model.named_parameters() if "blocks.3" not in name]
-        return [
-            torch.optim.SGD(
-                [{"params": rest}, {"params": unused}], lr=0.1, momentum=0.9, weight_decay=0.1
-            )
-        ]
-
-    def loss(self, model, batch):
-        return model.head(model.blocks[2](model.stem(batch))).square().mean()
-
-    def train(self, run):
-        run.optimizer.zero_grad()
-        for step in range(STEPS):
-            loss, broken = run.step(
-                lambda model, step=step: (
-                    Case.loss(self, nn.Sequential(*model.blocks[:3]), self.batch(step, run.rank)),
-                    self.broken(model, run.rank),
-                )
-            )
-            with run.backward():
-                loss.backward()
-            with suppress(ValueError), run.backward():
-                broken.backward()
-            run.recover()
-            self.zero(run)
-            run.train_step(lambda model, step=step: self.loss(model, self.batch(step, run.rank)))
-
-    def clear(self, run):
-        """They are zeros."""
-
-
-@case
-class OptimizerZerosAfterFailedBackward(ZerosAfterFailedBackward):
-    """`optimizer.zero_grad(set_to_none=False)` after an exception in the middle of a backward, with
-    a group that is not used
-    """
-
-    def zero(self, run):
-        run.optimizer.zero_grad(set_to_none=False)
-
-
-@case
-class ModuleZerosAfterFailedBackward(ZerosAfterFailedBackward):
-    """`module.zero_grad(set_to_none=False)` after an exception in the middle of a backward, with a
-    group that is not used
-    """
-
-    def zero(self, run):
-        run.model.zero_grad(set_to_none=False)
-
-
 @case
 class AssignedThenZeros(Case):
     """A gradient assigned to a parameter that had none, then

@@ -126,8 +126,8 @@ DROPPED = (
     ("Another shape or dtype than at set-up (`model.double()`)", 3, "an error"),
     ("Stale gradients, and a network stepped before its backward", 3, "an error"),
     (
-        "Gradients used as if nothing had happened, after a backward that failed",
-        1,
+        "Gradients used, or made zeros, after a backward that failed",
+        3,
         "they are cleared",
     ),
     ("Gradients from before a parameter came to an optimizer", 1, "there are none"),

@@ -597,8 +597,6 @@ NOT_PROMISED: dict[str, tuple[str, ...]] = {
         "two-losses-inside-of-backward",
         "fails-after-grad-inside-of-backward",
         "gradients-restored-after-failed-backward",
-        "optimizer-zeros-after-failed-backward",
-        "module-zeros-after-failed-backward",
         "ManualAfterFailure",
     ),
     "Done in the middle of a backward, a closure or a window of micro-batches.": (

@@ -344,3 +344,11 @@ def test_large_blocks_are_written_directly_where_that_is_possible(refused, tmp_p
     # the pages within the second run, and a block of the last, whose rest is no large one
     pages = (offsets[1] + sizes[1]) // mmap.PAGESIZE - -(-offsets[1] // mmap.PAGESIZE)
     assert large == (pages * mmap.PAGESIZE + (8 << 20) if refused == "nowhere" else 0)
+
+
+def test_small_views_of_a_large_tensor_are_copies_of_themselves_alone(tmp_path):
+    large, path = torch.arange(1 << 18, dtype=torch.float32), tmp_path / "a.ckpt"
+    torch.save({"state_dict": {}, "callbacks": [large[4 * k : 4 * k + 4] for k in range(9)]}, path)
+    views = single_file.read(path, True)["callbacks"]
+    assert [view[0].item() for view in views] == [4 * k for k in range(9)]
+    assert {view.untyped_storage().nbytes() for view in views} == {16}

@@ -38,25 +38,25 @@ ROOMS = [
         packages="torch numpy",
         tokens=1_358,
     ),
-    Room("strategies/collectives", "every exchange between ranks", tokens=2_816),
+    Room("strategies/collectives", "every exchange between ranks", tokens=2_814),
     Room(
         "strategies/communicators",
         "which one a run has; shared memory",
         "strategies/collectives",
-        tokens=1_904,
+        tokens=1_927,
     ),
     Room(
         "strategies/engine",
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=25_504,
+        tokens=25_602,
     ),
     Room(
         "strategies/initial_values",
         "of layers on the meta device",
         "strategies/engine",
-        tokens=854,
+        tokens=859,
     ),
     Room(
         "strategies/checked_units",
@@ -86,7 +86,7 @@ ROOMS = [
         "strategies/optimizers",
         "how an optimizer may step",
         "strategies/engine",
-        tokens=4_411,
+        tokens=4_430,
     ),
     Room(
         "strategies/launch",
@@ -108,7 +108,7 @@ ROOMS = [
         "strategies/support strategies/collectives strategies/engine strategies/state_dicts"
         " strategies/optimizers strategies/launch strategies/data",
         f"{_LIGHTNING} safetensors",
-        tokens=15_185,
+        tokens=15_408,
     ),
     Room(
         "strategies/numerics",
@@ -137,7 +137,7 @@ ROOMS = [
         "Lightning's callbacks on shards",
         "strategies/collectives strategies/engine",
         _LIGHTNING,
-        tokens=2_578,
+        tokens=2_661,
     ),
     Room(
         "strategies/memory_ledger",

@@ -23,6 +23,10 @@ from lightning_zero3.strategies.checkpoints.manifest import (
 from lightning_zero3.strategies.state_dicts.collective_errors import CheckpointError
 
 
+def die():
+    raise Died
+
+
 def write(path, step, world_size=2):
     """Save a directory as the strategy does, without tensors."""
     stage = storage.begin(path)
@@ -169,16 +173,32 @@ def test_broken_ones_are_named(tmp_path):
     )
 
 
-def test_a_link_leads_to_what_it_was_pointed_at_last(tmp_path):
+def test_a_link_leads_to_a_whole_checkpoint_at_any_moment(tmp_path, monkeypatch):
     link, old, new = (tmp_path / f"{name}.ckpt" for name in ("last", "step=1", "step=2"))
+    write(old, 1)
+    storage.point(link, old)
+    assert link.is_symlink() and step_of(link) == 1
+    write(new, 2)
+    with monkeypatch.context() as patch, pytest.raises(Died):
+        remove = storage.remove
+        patch.setattr(storage, "remove", lambda path: die() if path == old else remove(path))
+        storage.retire(old, [link])
+    assert step_of(link) == 2
+    storage.retire(old, [link])
+    assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt", "step=2.ckpt"}
+
+
+def test_links_of_the_users_own_stay(tmp_path):
+    old, new = tmp_path / "step=1.ckpt", tmp_path / "step=2.ckpt"
     for step, path in enumerate((old, new), 1):
         write(path, step)
-        storage.point(link, path)
-        assert link.is_symlink() and step_of(link) == step
-    storage.remove(old)
-    assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt", "step=2.ckpt"}
-    storage.remove(link)  # a link goes, what it leads to stays
-    assert [path.name for path in tmp_path.iterdir()] == ["step=2.ckpt"]
+    users, others = tmp_path / "paper.ckpt", tmp_path / "other.ckpt"
+    for link in (users, others):
+        link.symlink_to(old.name)
+    storage.retire(others, [users])  # a link goes, what it leads to stays
+    assert os.readlink(users) == old.name and old.exists()
+    storage.retire(old, [])
+    assert os.readlink(users) == old.name and not old.exists()
 
 
 def test_what_the_disk_did_not_take_is_an_error(tmp_path, monkeypatch):
@@ -216,7 +236,7 @@ def test_of_two_jobs_with_one_name_the_one_that_began_last_writes_it(tmp_path):
     first.write_text("first")
     second = storage.begin(path)
     second.write_text("second, not yet whole")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(CheckpointError, match=r"Another job writes .*last.ckpt"):
         storage.commit(first, path)
     assert path.read_text() == "before"
     storage.commit(second, path)
@@ -245,7 +265,7 @@ def test_a_job_that_begins_in_the_middle_of_a_commit_leaves_a_whole_checkpoint(
             try:
                 storage.commit(stage, path)
                 outcomes.append("2")
-            except FileNotFoundError:
+            except (CheckpointError, FileNotFoundError):
                 outcomes.append("1")
         found = newest(path.parent) if kind == "folder" else path
         if kind == "folder":

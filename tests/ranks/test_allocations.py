@@ -50,7 +50,8 @@ def clip(engine, optimizer):
     """As ``Trainer(gradient_clip_val=0.1)`` does it."""
     from lightning_zero3.strategies.numerics.precision import Zero3Precision
 
-    plugin = Zero3Precision(step_of=engine.steps.__getitem__)
+    plugin = Zero3Precision()
+    plugin._step_of = engine.steps.__getitem__
     plugin.clip_gradients(optimizer, 0.1)
 
 

@@ -166,6 +166,36 @@ def test_memory_that_is_used_again(kind):
     assert min(run_ranks(races, 3, kind, timeout=60)) > 100
 
 
+def interrupted(rank, world_size):
+    communicator = KINDS["shared"](dist.group.WORLD)
+    block = communicator.allocate(64, torch.device("cpu"))
+    rows, post = block.view(world_size, -1), communicator._post
+
+    def interrupt(label, read, result=None):
+        answers = iter([KeyboardInterrupt()])
+
+        def reads():
+            read()
+            if error := next(answers, None):
+                raise error
+
+        return post(label, reads, result)
+
+    for step in range(1, 4):
+        rows[rank].fill_(10 * step + rank)
+        communicator._post = interrupt if step == 2 and rank == 0 else post
+        try:
+            communicator.all_gather(block, 0).wait()
+        except KeyboardInterrupt:
+            assert step == 2 and rank == 0
+        if step != 2:
+            assert rows[:, 0].tolist() == [10 * step + each for each in range(world_size)]
+
+
+def test_an_exchange_in_whose_reading_a_signal_raises_is_read_again():
+    run_ranks(interrupted, 2, timeout=30)
+
+
 def different_exchanges(rank, world_size, mine):
     communicator = KINDS["shared"](dist.group.WORLD)
     communicator.exchange_log.describe = {

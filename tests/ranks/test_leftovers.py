@@ -93,7 +93,8 @@ def _padding_after_nan(rank, world_size):
     from lightning_zero3.strategies.numerics.precision import Zero3Precision
 
     model, optimizer, engine = _engine()
-    clipping = Zero3Precision(step_of=engine.steps.__getitem__)
+    clipping = Zero3Precision()
+    clipping._step_of = engine.steps.__getitem__
     chunks = engine.gradients.chunks
     padding = _padding(chunks)
 

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     EMAWeightAveraging,
+    LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
@@ -133,6 +134,69 @@ def test_as_in_one_process(run, kind, runs):
     mean = sum(torch.tensor(rank[kind][0]) for rank in found) / len(found)
     torch.testing.assert_close(mean, torch.tensor(losses), rtol=1e-5, atol=1e-6)
     assert_tensors_close(found[0][kind][1], state)
+
+
+def fit_tickets(rank, world_size, strategy, **options):
+    """Weights of a run whose ranks initialize other values each."""
+    module = Backbone(ADAM)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(rank)
+    tickets = ModelPruning("l1_unstructured", amount=0.2, **options)
+    runner = trainer(
+        sharded(ADAM) if strategy == "zero3" else strategy, world_size, callbacks=[tickets]
+    )
+    runner.fit(module)
+    return {name: value.clone() for name, value in full_state(runner).items()}
+
+
+def resample_tickets(rank, world_size, strategy):
+    def fill(layer):
+        torch.nn.init.constant_(layer.weight, 7.0 + rank)
+        if layer.bias is not None:  # else whatever was in the memory
+            torch.nn.init.zeros_(layer.bias)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(torch.nn.Linear, "reset_parameters", fill)
+        return fit_tickets(rank, world_size, strategy, resample_parameters=True)
+
+
+def test_a_lottery_ticket_starts_from_the_values_of_rank_0():
+    (expected,) = run_ranks(fit_tickets, 1, "auto")
+    found, *_ = run_ranks(fit_tickets, 2, "zero3")
+    assert any((value == 0).any() for value in expected.values())
+    assert_tensors_close(found, expected)
+    (expected,) = run_ranks(resample_tickets, 1, "auto")
+    found, *_ = run_ranks(resample_tickets, 2, "zero3")
+    assert any((value == 7).any() for value in expected.values())
+    assert_tensors_close(found, expected)
+
+
+class FindsRatesLater(LearningRateFinder):
+    def on_fit_start(self, runner, module):
+        pass
+
+    def on_train_epoch_start(self, runner, module):
+        if runner.current_epoch == 1:
+            self.before = [p.detach().clone() for p in module.parameters()]
+            self.lr_find(runner, module)
+            self.after = [p.detach().clone() for p in module.parameters()]
+
+
+def find_rates_beside_an_average(rank, world_size):
+    """The finder saves a checkpoint, and restores it, inside of a run."""
+    finder = FindsRatesLater(num_training_steps=3, update_attr=False, early_stop_threshold=None)
+    callbacks = [EMAWeightAveraging(decay=0.9), finder]
+    runner = trainer(sharded(ADAM), world_size, max_epochs=2, callbacks=callbacks)
+    module = Backbone(ADAM)
+    module.lr = 0.01
+    runner.fit(module)
+    assert_tensors_close(dict(enumerate(finder.after)), dict(enumerate(finder.before)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_checkpoint_that_is_restored_inside_of_a_run_restores_the_average(world_size):
+    run_ranks(find_rates_beside_an_average, world_size)
 
 
 def fit_norms(rank, world_size, strategy, folder, val_batches):
