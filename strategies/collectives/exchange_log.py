@@ -15,8 +15,8 @@ from torch import Tensor, nn
 _MAX_STEP_SETTINGS = 10_000
 _CHUNK_WORDS = 1 << 18  # words of 8 bytes that a checksum multiplies at a time
 LOOK_FOR = (
-    "\nAll ranks must do the same in one order. Look for what one does alone, or with other values"
-    " on each (`strategy.gathered(module, modify=True)`, `self.log(..., sync_dist=True)`), loaders"
+    "\nAll ranks must run alike, in one order. Look for what one rank does alone, or with other"
+    " values on each (`gathered(module, modify=True)`, `self.log(..., sync_dist=True)`), loaders"
     " of different length, branches or `should_stop` by a rank's own data"
     " (docs/understand/failures.md#diverging-ranks)."
 )
