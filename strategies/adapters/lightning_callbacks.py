@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from ..collectives import DivergenceError
 from ..engine import Zero3Engine
-from .weight_averages import ShardedAverage, Shards
+from .weight_averages import ShardedAverage, Shards, require_elementwise
 
 
 def _strategy(trainer: pl.Trainer) -> Any:
@@ -47,6 +47,7 @@ class _Averaging(Callback):
 
     _average_model: Any  # after set-up
     _make_average: Any
+    _function: Any  # computes the average; None for that of `AveragedModel`
     _load: Callable[[], None] | None  # loads the state of an average, as soon as there is one
 
     @override
@@ -56,6 +57,8 @@ class _Averaging(Callback):
 
     def start_average(self, model: Any) -> None:
         """Make the average of ``model``, and load the state that a checkpoint has for it."""
+        if self._function is not None:
+            require_elementwise(self._function, type(self).__name__)
         self._average_model = self._make_average(model)
         if self._load is not None:
             self._load()
@@ -67,6 +70,10 @@ class _Averaging(Callback):
 
 
 class _WeightAveraging(_Averaging, WeightAveraging):
+    @property
+    def _function(self) -> Any:
+        return self._kwargs.get("avg_fn")
+
     def _make_average(self, model: Any) -> ShardedAverage:
         device = self._device or model.engine.device
         return ShardedAverage(Shards(model), device, use_buffers=self._use_buffers, **self._kwargs)
@@ -92,6 +99,10 @@ class _WeightAveraging(_Averaging, WeightAveraging):
 
 class _StochasticWeightAveraging(_Averaging, StochasticWeightAveraging):
     """The older callback, whose average is a plain copy of the module."""
+
+    @property
+    def _function(self) -> Any:
+        return self._avg_fn
 
     def _make_average(self, model: Any) -> Shards:
         return deepcopy(Shards(model))

@@ -6,6 +6,7 @@ state dict of an average has the names and shapes of the module's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -128,3 +129,21 @@ class ShardedAverage(AveragedModel):
     def reshard(self, old: Zero3Engine, new: Zero3Engine) -> None:
         """Shard the average as ``new`` shards the module; see :meth:`Shards.reshard`."""
         self.module.reshard(old, new)
+
+
+def require_elementwise(average: Callable[[Tensor, Tensor, Tensor], Tensor], callback: str) -> None:
+    """Try an averaging function (of average, weight and count) on vectors and on their parts.
+
+    Raises:
+        ValueError: the parts of its average are not the averages of the parts.
+    """
+    random, count = torch.Generator("cpu").manual_seed(0), torch.tensor(1, device="cpu")
+    old, new = torch.randn(2, 40, generator=random, device="cpu")
+    pairs = zip(old.clone().split(13), new.clone().split(13), strict=True)
+    parts = [average(x, y, count) for x, y in pairs]
+    if not torch.allclose(torch.cat(parts), average(old, new, count), atol=1e-6):
+        raise ValueError(
+            f"The averaging function of {callback} does not average each element by itself, and"
+            " Zero3Strategy gives it slices of parameters. Use an elementwise one, like"
+            " `torch.optim.swa_utils.get_ema_avg_fn`."
+        )

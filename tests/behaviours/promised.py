@@ -546,7 +546,8 @@ NOT_PROMISED: dict[str, tuple[str, ...]] = {
         "blocks-replaced-by-identity",
         "view-kept-from-the-start",
     ),
-    "Stays an error: Lightning declines it.": (
+    "Stays an error: Lightning declines it, or an average is not of each element by itself.": (
+        "NotElementwise",
         "BatchSizeFound",
         "SkippedSteps",
     ),

@@ -139,6 +139,7 @@ WHOSE = (
 )
 # Refusals that are of no parameter more than of the others, and what they name in its place.
 OF_NONE = {
+    "not-elementwise": "WeightAveraging",
     "optimizer-of-global-norms": "GloballyNormalizedSgd",
     "optimizer-of-finite-steps": "FiniteSgd",
     "foreign-tensor": r"SGD holds a tensor of shape \(8,\)",

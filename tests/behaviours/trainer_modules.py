@@ -108,6 +108,18 @@ class Swa(Averaged):
         return [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)]
 
 
+class NotElementwise(Module):
+    """`WeightAveraging` with a function of whole tensors"""
+
+    refused = (
+        "averaging function of WeightAveraging does not average each element by"
+        " itself.*get_ema_avg_fn"
+    )
+
+    def callbacks(self):
+        return [WeightAveraging(avg_fn=lambda average, weight, n: weight / weight.norm())]
+
+
 class Unfreezing(Module):
     """`BaseFinetuning`"""
 

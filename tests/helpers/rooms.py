@@ -137,7 +137,7 @@ ROOMS = [
         "Lightning's callbacks on shards",
         "strategies/collectives strategies/engine",
         _LIGHTNING,
-        tokens=2_661,
+        tokens=2_879,
     ),
     Room(
         "strategies/memory_ledger",
