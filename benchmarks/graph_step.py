@@ -104,7 +104,9 @@ class Figures(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         Fingerprint.changes = self.real  # type: ignore[method-assign]
-        self.pool = f"{self.graphs.memory_bytes()['pool'] / 2**20:.0f} MiB"
+        pools = self.graphs._runner.graphs.pools
+        segments = [each for pool in pools for each in torch.cuda.memory_snapshot(pool)]
+        self.pool = f"{sum(each['total_size'] for each in segments) / 2**20:.0f} MiB"
 
     def texts(self) -> tuple[str, str]:
         """Memory, and microseconds in the median."""

@@ -18,21 +18,18 @@ class CUDAGraphStep(Callback):
     A replay runs no Python, and is one node of autograd's graph. Losses, logged values, outputs,
     gradients, hooks, counters, random numbers and checkpoints are bit by bit those of a run without
     this callback (but for the sign of zeros in gradients). The rest of Lightning's loop runs as
-    ever: clipping, loss scaling, the optimizer, schedules and validation. It helps models whose
-    layers are so small that Python is slower than the GPU.
+    ever. It helps models whose layers are so small that Python is slower than the GPU.
 
     **Capture, then compare.** The first `warmup` micro-batches of a shape run eagerly, the next one
     is captured. The `verify` after it, and the first of each shape in each epoch, run eagerly, with
-    a replay beside them from the same random states; training goes on with the eager numbers. Loss,
-    outputs, logged values, gradients, buffers and random states must be the same, bit by bit. The
+    a replay beside them from the same random states; training goes on with the eager numbers. The
     first difference is named, and the step runs eagerly from there on. So does a step that does
     what a replay would leave undone. Another layer, mode or number that the step computes with
     leads to a new capture. The how-to "CUDA graphs" says what is refused, what leads to a new
     capture, what is seen late or not at all, and what memory the comparison takes.
 
-    The callback works on a single device; with `zero3`, whose all-gathers and reductions are
-    captured too; and with `ddp`, whatever its options, which reduces the gradients after a replay.
-    Ranks decide together: what one of them cannot capture runs eagerly on all.
+    It works on a single device, with `zero3`, whose exchanges are captured too, and with `ddp`,
+    which reduces the gradients after a replay. What one rank cannot capture runs eagerly on all.
 
     Args:
         warmup: eager steps before the capture of a shape, at least 2.
@@ -42,16 +39,14 @@ class CUDAGraphStep(Callback):
             CUDA steps run eagerly all the same.
         optimizer: capture the optimizer's update too, in a graph of its own. The optimizer must be
             made with ``capturable=True`` (or ``fused=True``, where it has no such option). A
-            learning rate that changes must be a tensor on the device, which schedulers write into
-            as ever.
-            A fused optimizer that takes the loss scale of 16-mixed is left eager.
+            learning rate that changes must be a tensor on the device. A fused optimizer that takes
+            the loss scale of 16-mixed is left eager.
         modules: capture only these modules, by patterns of their names
             (``["encoder", "blocks.*"]``), for a model whose step cannot be captured as a whole. The
             rest of the step is free, manual optimization included. If a module runs several times
-            before a backward, its first run is replayed; in a validation it runs eagerly. Other
-            outputs that get gradients than in its eager runs are an error, and so are a second
-            backward and a weight that is written before the backward.
-            Each rank captures the shapes of its own inputs. `zero3` on several ranks is refused.
+            before a backward, its first run is replayed. Other outputs that get gradients than in
+            its eager runs are an error, and so are a second backward and a weight that is written
+            before the backward. `zero3` on several ranks is refused.
         software: on a machine without CUDA, replay a slow software graph (for tests and examples)
             instead of training eagerly.
 
@@ -60,8 +55,8 @@ class CUDAGraphStep(Callback):
     """
 
     _runner: Runner | None = None
-    # Of the last fit, for callbacks whose `on_train_end` runs after this one's.
-    _input_nbytes = 0
+    # Bytes of the fixed memory that graphs read their inputs from, until a fit is over.
+    graph_input_nbytes = 0
 
     def __init__(
         self,
@@ -74,11 +69,8 @@ class CUDAGraphStep(Callback):
         modules: list[str] | None = None,
         software: bool = False,
     ) -> None:
-        for name, value, least in (
-            ("warmup", warmup, 2),
-            ("verify", verify, 1),
-            ("max_graphs", max_graphs, 1),
-        ):
+        least_values = {"warmup": (warmup, 2), "verify": (verify, 1), "max_graphs": (max_graphs, 1)}
+        for name, (value, least) in least_values.items():
             if value < least:
                 raise ValueError(f"{name}: expected at least {least}, got {value}")
         self.warmup, self.verify, self.max_graphs = warmup, verify, max_graphs
@@ -99,8 +91,8 @@ class CUDAGraphStep(Callback):
                 " (or `software=True`)"
             )
             return
-        software = SoftwareGraphs(getattr(trainer.strategy, "engine", None))
-        graphs = CudaGraphs(device) if device.type == "cuda" else software
+        engine = getattr(trainer.strategy, "engine", None)
+        graphs = CudaGraphs(device) if device.type == "cuda" else SoftwareGraphs(engine)
         self._runner = Runner(trainer, graphs, self)
         self._runner.install()
 
@@ -111,18 +103,8 @@ class CUDAGraphStep(Callback):
         if self._runner is not None and self._runner.step is None:
             self._runner.agree()
 
-    @property
-    def graph_input_nbytes(self) -> int:
-        """Bytes of the fixed memory that graphs read their inputs from, until training is over."""
-        return self._input_nbytes if self._runner is None else self._runner.input_nbytes
-
-    def memory_bytes(self) -> dict[str, int]:
-        """Return the bytes that graphs use in a training: "pool" (reserved) and "inputs"."""
-        return {"pool": 0, "inputs": 0} if self._runner is None else self._runner.memory_bytes()
-
     def _uninstall(self) -> None:
         if self._runner is not None:
-            self._input_nbytes = self._runner.input_nbytes
             self._runner.uninstall()
             self._runner = None
 
@@ -131,7 +113,9 @@ class CUDAGraphStep(Callback):
         if self._runner is not None:
             self._runner.agree()
             rank_zero_info(self._runner.summary())
+            nbytes = self.graph_input_nbytes
             self._uninstall()
+            self.graph_input_nbytes = nbytes  # a later callback may ask at this end, too
 
     @override
     def on_exception(
@@ -142,4 +126,4 @@ class CUDAGraphStep(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._uninstall()
-        self._input_nbytes = 0
+        self.graph_input_nbytes = 0

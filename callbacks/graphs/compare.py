@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
@@ -85,24 +84,21 @@ def _text(value: Any) -> str:
 
 
 class States:
-    """Copies of what a program changes in place: tensors, random states and, of the engine to whose
-    gradients it adds, this rank's parts of these, beside the units whose backward is to come.
+    """Copies of what a program changes in place, in ``values``, by a name for messages.
 
-    Attributes:
-        values: the copies, by a name for messages.
+    These are tensors, random states and, of the engine to whose gradients it adds, this rank's
+    parts of these, beside the units whose backward is to come.
     """
 
     def __init__(self, tensors: dict[str, Tensor], engine: Any) -> None:
-        self._tensors, self._gradients = tensors, engine and engine.gradients
-        self._random = capture_random_states()
-        entries = self._gradients.trained if engine else []
-        self._coming = engine.passes.coming if engine else deque[int]()
-        self._units = tuple(self._coming)
+        self._tensors, self._engine, self._random = tensors, engine, capture_random_states()
+        entries = engine.gradients.trained if engine else []
         self._entries = {f"the gradient of {entry.name}": entry for entry in entries}
-        parts = {name: self._gradients.part(entry) for name, entry in self._entries.items()}
+        parts = {name: engine.gradients.part(entry) for name, entry in self._entries.items()}
         found = tensors | {name: part for name, part in parts.items() if part is not None}
         self.values = {name: copy_of(tensor) for name, tensor in found.items()}
         self.values |= values_in(self._random, "the random state")
+        self._coming = engine and engine.passes.coming.copy()
 
     def restore(self) -> None:
         """Write the values back."""
@@ -111,13 +107,14 @@ class States:
             if not same(tensor.detach(), self.values[name]):
                 tensor.data.copy_(self.values[name])
         restore_random_states(self._random)
-        self._coming.clear()
-        self._coming.extend(self._units)
         for name, entry in self._entries.items():
+            gradients = self._engine.gradients
             if name in self.values:
-                self._gradients.room_for(entry).copy_(self.values[name])
-            elif self._gradients.has_gradient(entry):
-                self._gradients.clear(entry)
+                gradients.room_for(entry).copy_(self.values[name])
+            elif gradients.has_gradient(entry):
+                gradients.clear(entry)
+        if self._engine:
+            self._engine.passes.coming = self._coming.copy()
 
 
 @contextmanager
@@ -136,15 +133,13 @@ def replaced(table: dict[str, Any], values: dict[str, Any]) -> Iterator[None]:
 class LogTape:
     """The calls of ``self.log`` (and ``self.log_dict``) in a program, in their order.
 
-    Inside of a capture, ``self.log`` would add a value to Lightning's sums (`_ResultMetric`) only
-    once, and each replay would add to the sums of that time: the mean of the epoch would be wrong.
-    So the calls are recorded instead, and made after each replay.
+    Inside of a capture, ``self.log`` would add a value to Lightning's sums only once, and each
+    replay to the sums of that time. So the calls are recorded instead, and made after each replay.
     """
 
     def __init__(self, module: LightningModule) -> None:
-        self._module = module
         # Name, value and options of each call; tensors are copies, which a replay refills.
-        self._calls: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
+        self._module, self._calls = module, list[tuple[str, Any, tuple, dict[str, Any]]]()
 
     def _log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         # hazard: the program may change the tensor in place after the call; keep a copy.

@@ -94,8 +94,7 @@ class CudaGraphs:
     """Makes graphs for one device, and moves the training into their stream.
 
     Autograd runs a node of a backward in the stream of its forward. So everything runs in the
-    stream of the captures, eager steps and the optimizer too, and no stream waits for another
-    between a step and its graph.
+    stream of the captures, eager steps and the optimizer too.
 
     Attributes:
         pools: that of most graphs, or those of graphs that are replayed out of order. Clear it when
@@ -148,13 +147,6 @@ class CudaGraphs:
             elif _WAIT in str(each.message) and not each.filename.startswith(OURS):
                 problems.append(describe_wait(FrameSummary(each.filename, each.lineno, "")))
 
-    def pool_nbytes(self) -> int:
-        """Return the reserved bytes of the pools; 0 if the allocator does not report them."""
-        if torch.cuda.get_allocator_backend() != "native":
-            return 0
-        segments = [s for pool in self.pools for s in torch.cuda.memory_snapshot(pool)]
-        return sum(segment["total_size"] for segment in segments)
-
 
 class SoftwareGraphs:
     """Makes graphs on the CPU, for tests and examples: there is one stream, and no pool. The
@@ -169,7 +161,3 @@ class SoftwareGraphs:
     def make_pair(self, own_pool: bool = False) -> list[SoftwareGraph]:
         """See :meth:`CudaGraphs.make_pair`."""
         return [SoftwareGraph(self._communicator) for _ in range(2)]
-
-    def pool_nbytes(self) -> int:
-        """See :meth:`CudaGraphs.pool_nbytes`."""
-        return 0

@@ -32,9 +32,8 @@ _BASES = (LightningModule, *LightningModule.__mro__)  # whose methods are not th
 def state_of(value: Any, device: torch.device, depth: int = 2) -> Any:
     """Return the present state of an attribute, to be compared by ``==``.
 
-    It is the value of a constant; the identity, address and ``requires_grad`` of a tensor; the
-    state of a generator; and the contents of a short list or dict, a namespace or a dataclass. Of
-    any other object it is the identity, beside the object, so that no other one gets its address.
+    Of any object that is no constant, tensor, generator or short container it is the identity,
+    beside the object, so that no other one gets its address.
     """
     if value is None or (isinstance(value, dict) and not value):  # as most attributes and hooks
         return type(value)
@@ -105,10 +104,8 @@ Spot = tuple[str, Callable[[], Any]]  # the name of a value, and what gets it
 
 
 def attributes_of(root: nn.Module, method: str | None = None) -> Iterator[Spot]:
-    """Yield what may change in ``root`` and in the modules inside it.
-
-    These are all attributes; or hooks, weights, hyper-parameters and the attributes that a
-    ``method`` of ``root``, or the ``forward`` of a module, mentions.
+    """Yield what may change in ``root`` and in the modules inside it: all attributes; or hooks,
+    weights, and what a ``method`` of ``root``, or the ``forward`` of a module, mentions.
     """
     for path, module in root.named_modules():
         if method is None:
@@ -128,22 +125,18 @@ def attributes_of(root: nn.Module, method: str | None = None) -> Iterator[Spot]:
 
 
 def tensors_of(root: nn.Module) -> dict[str, Tensor]:
-    """Return by name the tensors that ``root`` and the modules inside it keep beside parameters.
-
-    These are buffers, and tensors in other attributes, also in those that :func:`state_of` looks
-    into: a program may write into them in place.
+    """Return by name the tensors that ``root`` and the modules inside it keep beside parameters,
+    in buffers and other attributes: a program may write into them in place.
     """
     found = dict[str, Tensor]()
 
     def note(name: str, value: Any, depth: int) -> None:
-        if isinstance(value, Tensor):
+        for key, each in (_items_of(value) if depth else None) or ():
+            note(f"{name}[{key!r}]", each, depth - 1)
+        if isinstance(value, Tensor) and value.layout is torch.strided:
             # Nobody can write into a tensor of an inference, but in an inference.
-            is_fixed = isinstance(value, nn.Parameter) or value.is_inference()
-            if not is_fixed and value.layout is torch.strided:
+            if not (isinstance(value, nn.Parameter) or value.is_inference()):
                 found[f"`self.{name}`"] = value
-        elif depth:
-            for key, each in _items_of(value) or ():
-                note(f"{name}[{key!r}]", each, depth - 1)
 
     for name, get in attributes_of(root):
         note(name, get(), 2)
@@ -151,11 +144,11 @@ def tensors_of(root: nn.Module) -> dict[str, Tensor]:
 
 
 class Fingerprint:
-    """Tells when graphs of a module are out of date.
+    """Tells when graphs of a program are out of date: of a method of ``module``, and the
+    ``forward`` of the modules inside it.
 
-    It knows modules, their hooks and weights, and of the attributes those that the program
-    mentions: of modules, with their hyper-parameters, and of the Trainer. The program is a method
-    of ``module``, and the ``forward`` of the modules inside it.
+    It knows hooks and weights of modules, their attributes that the program mentions, with the
+    hyper-parameters, and those of the Trainer.
     """
 
     def __init__(self, trainer: Trainer, module: nn.Module, method: str) -> None:

@@ -15,11 +15,6 @@ from .fingerprint import state_of
 from .program import Part
 from .software_graph import SoftwareGraph
 
-_REMEDY = (
-    "A learning rate may be a tensor, which schedulers write into:"
-    ' `lr=torch.tensor(0.001, device="cuda")`. For 16-mixed use `capturable=True` without `fused`.'
-)
-
 
 class CapturedOptimizer(Part):
     """Replaces ``optimizer.step``: captures the update once, then replays it.
@@ -29,10 +24,14 @@ class CapturedOptimizer(Part):
     the optimizer's state, the update runs eagerly, and is captured anew after that.
     """
 
-    remedy = _REMEDY
+    remedy = (
+        "A learning rate may be a tensor, which schedulers write into: `lr=torch.tensor(0.001,"
+        ' device="cuda")`. For 16-mixed use `capturable=True` without `fused`.'
+    )
 
     def __init__(self, optimizer: Optimizer, fit: Any) -> None:
         super().__init__("the optimizer's step", fit, optimizer, "step")
+        self._optimizer: Any = optimizer
         self._graph: CudaGraph | SoftwareGraph | None = None
         self._last_state: dict[str, Any] = {}  # what the last eager step depended on
         self._gradients: list[Tensor] = []  # where the graph reads them
@@ -56,7 +55,7 @@ class CapturedOptimizer(Part):
         """Take the place of the optimizer's ``step``."""
         self.steps += 1
         step = Optimizer.profile_hook_step(self._step)  # which calls the hooks
-        return step(self._owner, *args, **kwargs)
+        return step(self._optimizer, *args, **kwargs)
 
     def _step(self, optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
         result = None if closure is None else closure()
@@ -86,14 +85,14 @@ class CapturedOptimizer(Part):
         """Return by name what a captured update depends on; of tensors the objects, not values."""
         scale = "`found_inf`, by which 16-mixed tells fused optimizers of overflows,"
         device = self.fit.device
-        found = {scale: state_of(getattr(self._owner, "found_inf", None), device)}
-        for number, group in enumerate(self._owner.param_groups):
+        found = {scale: state_of(getattr(self._optimizer, "found_inf", None), device)}
+        for number, group in enumerate(self._optimizer.param_groups):
             where = f"of param group {number}"
             options = [(n, value) for n, value in group.items() if n != "params"]
             found |= {f"`{n}` {where}": state_of(value, device) for n, value in options}
             found[f"The list of parameters, or their state or gradients, {where}"] = [
                 (id(each), each)
                 for p in group["params"]
-                for each in (p, *self._owner.state.get(p, {}).values(), p.grad is None)
+                for each in (p, *self._optimizer.state.get(p, {}).values(), p.grad is None)
             ]
         return found

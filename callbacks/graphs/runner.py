@@ -1,10 +1,14 @@
-"""`Runner`: what of a training is captured, and what all ranks decide about it together."""
+"""`Runner`: what of a training is captured, and what all ranks decide about it together.
+
+A `Step` and a `CapturedModule` decide before each run how to do it.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -12,13 +16,13 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
 from torch._functorch import config as functorch_config
 
 from ...strategies.collectives import Meeting
 from ...strategies.communicators import make_collectives
+from ...strategies.support import NO_GRAPH_TASK, graph_task
 from .fingerprint import names_read
-from .modules import CapturedModule, find_modules
 from .optimizer import CapturedOptimizer
 from .program import Part, Program, Record, signature
 
@@ -52,9 +56,8 @@ class Step(Program):
     def decide(self, inputs: Any) -> Record | None:
         """See :meth:`Program.decide`; collective.
 
-        All ranks know the signatures of all, so they take the same decisions. On all ranks this
-        method also does what one of them needs: stop capturing, drop graphs that are out of date,
-        or run an optimizer's update eagerly.
+        All ranks know the signatures of all, and whose graphs are out of date, so they take the
+        same decisions.
         """
         now = self.fit.trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if now == self._last:
@@ -67,7 +70,7 @@ class Step(Program):
         if any(is_stale):
             self.recapture(changes)
         record = self.choose(digests)
-        if record is not None and record.is_replay and record.graphs is None:
+        if record is not None and record.graphs is None and not record.eager_runs:
             if not any(record.given):
                 self.problems.append(
                     "`training_step` returned no loss, or one that needs no gradient, or no"
@@ -77,17 +80,51 @@ class Step(Program):
         return None if self.is_eager else record
 
 
+class CapturedModule(Program):
+    """Replaces the ``forward`` of a module. Each rank decides by its own inputs what it captures,
+    and when: modules exchange nothing inside, and ranks may run them different numbers of times.
+    """
+
+    has_own_pool = True
+
+    def decide(self, inputs: Any) -> Record | None:
+        """See :meth:`Program.decide`."""
+        if graph_task() != NO_GRAPH_TASK:  # a backward runs it
+            self.problems.append(
+                "a checkpoint runs it, and again in the backward. Put the checkpoint inside of the"
+                " module."
+            )
+        if changes := self.changes():
+            self.recapture(changes)
+        device = self.fit.device
+        is_on, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+        record = self.choose((signature(inputs, device), is_on(device.type), dtype(device.type)))
+        self.is_eager |= bool(self.problems)  # the other ranks follow before the next batch
+        if self.is_eager or record is None:
+            return None
+        if record.graphs is not None and record.graphs.waiting:
+            return None  # it runs twice before a backward
+        if not (record.eager_runs or any(record.given)):
+            record.eager_runs = 1  # the backward of the last run may be still to come
+        return record
+
+    def _look(self, inputs: Any) -> dict[str, Any]:
+        """Return what a replay leaves as it is, by what changes it."""
+        group: Any = dist.group.WORLD if dist.is_initialized() else None
+        # Ranks need not capture a module at the same time.
+        exchanges = group and group._get_sequence_number_for_group()
+        return super()._look(inputs) | {"exchanges something with other ranks": exchanges}
+
+
 class Runner:
     """Captures the parts of a training during a fit.
 
     Args:
-        trainer: the trainer of the fit.
         graphs: makes the graphs: `CudaGraphs` or `SoftwareGraphs`.
         options: the `CUDAGraphStep`.
 
     Attributes:
         root: the module that is trained.
-        device: the device of the training.
         engine: the engine of `zero3`; None with other strategies.
         stack: leaves everything as it was before the fit.
         parts: what is captured.
@@ -100,31 +137,31 @@ class Runner:
         self.engine: Any = getattr(trainer.strategy, "engine", None)
         self.stack, self.parts = ExitStack(), list[Part]()
         self.step: Step | None = None
-        group = dist.group.WORLD if self.trainer.world_size > 1 else None
+        group = dist.group.WORLD if trainer.world_size > 1 else None
         self._communicator = (
             make_collectives(group, self.device) if self.engine is None else self.engine.collectives
         )
-        self._size = self._communicator.world_size * self._communicator.replicas
 
     def install(self) -> None:
         """Replace the methods of what is captured; collective."""
         self.stack.enter_context(self.graphs.in_stream())
         # What `torch.compile` makes from here on can be differentiated twice.
         self.stack.enter_context(functorch_config.patch(donated_buffer=False))
-        patterns, optimizers = self.options.modules, self.trainer.optimizers
+        patterns = self.options.modules
+        subject = "the training step" if patterns is None else "a module"
+        modules = {} if patterns is None else find_modules(self.root, patterns)
         problems = check_run(self.trainer, patterns is None)
-        found = {} if patterns is None else find_modules(self.root, patterns)
-        if any(flag for (flag,) in self._gather([bool(problems)])):
-            self._report("the training step" if patterns is None else "a module", problems)
-        elif patterns is not None:
+        if any(self.agree([bool(problems)])[0]):
+            self._report(subject, problems)
+        elif patterns is None:
+            self.step = Step(self)
+            optimizers = self.trainer.optimizers if self.options.optimizer else []
+            self.parts = [self.step, *(CapturedOptimizer(each, self) for each in optimizers)]
+        else:
             self.parts = [
                 CapturedModule(f"module {name!r}", self, module, "forward")
-                for name, module in found.items()
+                for name, module in modules.items()
             ]
-        else:
-            self.step = Step(self)
-            captured = optimizers if self.options.optimizer else []
-            self.parts = [self.step, *(CapturedOptimizer(each, self) for each in captured)]
 
     def uninstall(self) -> None:
         """Free the graphs and restore all methods."""
@@ -134,38 +171,28 @@ class Runner:
         self.graphs.pools.clear()
         self.stack.close()
 
-    def _gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the ``numbers`` of each rank, in rank order; equally many, above the least int64.
-
-        The exchange runs on the host and waits for no device.
-
-        Raises:
-            DivergenceError: another rank of `zero3` has come to another exchange.
-        """
-        if self._size == 1 or not numbers:
-            return [list(numbers)]
-        # `agree` returns the maximum over ranks; each rank fills in its own row only.
-        rows = torch.full((self._size, len(numbers)), _LEAST, dtype=torch.int64, device="cpu")
-        rows[self._communicator.global_rank] = torch.tensor(numbers, device="cpu")
-        gathered = self._communicator.agree(rows.view(-1), Meeting.GRAPHS).view(rows.shape).tolist()
-        if self.engine is None:
-            # Without an engine no code compares the log of exchanges, or empties it.
-            self._communicator.exchange_log.suspend_trace()
-        return gathered
-
     def agree(self, numbers: Sequence[int] = ()) -> list[tuple[int, ...]]:
-        """Stop capturing on all ranks what one rank cannot capture; collective.
+        """Stop capturing on all ranks what one rank cannot capture; collective, on the host.
 
         Return for each of ``numbers``, of which each rank has equally many, those of all ranks.
 
         Raises:
             GraphCaptureError: with ``strict``, on all ranks, if there is something to stop.
+            DivergenceError: another rank of `zero3` has come to another exchange.
         """
         # hazard: all ranks must exchange equally many numbers. A part that is eager without new
         # problems is so on all ranks, so this list is the same everywhere.
         parts = [part for part in self.parts if part.problems or not part.is_eager]
-        flags = [bool(part.problems) for part in parts]
-        columns = list(zip(*self._gather([*numbers, *flags]), strict=True))
+        mine = torch.tensor([*numbers, *(bool(part.problems) for part in parts)], device="cpu")
+        rows = torch.full((self.trainer.world_size, len(mine)), _LEAST, device="cpu")
+        rows[self.trainer.global_rank] = mine
+        if rows.numel() > len(mine):
+            # The communicator's `agree` returns the maximum over ranks of each number.
+            rows = self._communicator.agree(rows.view(-1), Meeting.GRAPHS).view(rows.shape)
+            if self.engine is None:
+                # Without an engine no code compares the log of exchanges, or empties it.
+                self._communicator.exchange_log.suspend_trace()
+        columns = [tuple(column) for column in rows.T.tolist()]
         for part, has_problems in zip(parts, columns[len(numbers) :], strict=True):
             if any(has_problems):
                 problems, part.problems = part.problems, []
@@ -175,9 +202,7 @@ class Runner:
         return columns[: len(numbers)]
 
     def _report(self, subject: str, problems: list[str]) -> None:
-        """Warn once, on rank 0, that ``subject`` cannot be captured; collective.
-
-        The message has the reasons of the first rank that knows any.
+        """Warn once, on rank 0, of the problems of the first rank that has any; collective.
 
         Raises:
             GraphCaptureError: with ``strict``, on all ranks.
@@ -195,23 +220,30 @@ class Runner:
             " an error."
         )
 
-    @property
-    def input_nbytes(self) -> int:
-        """Bytes of the static inputs of all graphs."""
-        return sum(graphs.input_nbytes for part in self.parts for graphs in part.graphs)
-
-    def memory_bytes(self) -> dict[str, int]:
-        """See :meth:`CUDAGraphStep.memory_bytes`."""
-        return {"pool": self.graphs.pool_nbytes(), "inputs": self.input_nbytes}
-
     def summary(self) -> str:
-        """Return some lines about the run."""
-        sizes = [f"{n} {size / 2**20:.1f} MiB" for n, size in self.memory_bytes().items()]
+        """Return a line about each part."""
         counts = [
             f"{part.name}: {part.replays} of {part.steps} runs replayed, {part.verified} verified"
             for part in self.parts
         ]
-        return "\n  ".join([f"CUDAGraphStep: memory: {', '.join(sizes)}", *counts])
+        return "\n  ".join(["CUDAGraphStep:", *counts])
+
+
+def find_modules(root: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:
+    """Return the outermost modules whose names match one of ``patterns`` (``fnmatch``), by name.
+
+    Raises:
+        ValueError: a pattern matches no module.
+    """
+    found: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        matching = {n: m for n, m in root.named_modules() if n and fnmatchcase(n, pattern)}
+        if not matching:
+            raise ValueError(
+                f"CUDAGraphStep(modules=[{pattern!r}]) matches no module of {type(root).__name__}."
+            )
+        found.update(matching)
+    return {n: m for n, m in found.items() if not any(n.startswith(f"{other}.") for other in found)}
 
 
 def check_run(trainer: Trainer, is_step: bool) -> list[str]:
@@ -243,9 +275,6 @@ def check_run(trainer: Trainer, is_step: bool) -> list[str]:
         reasons |= {
             "The module optimizes manually: its `training_step` runs backward and the optimizer"
             " itself.": not module.automatic_optimization,
-            "`training_step(self, dataloader_iter)` fetches batches itself. Take a batch.": (
-                is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
-            ),
             f"`training_step` mentions `{min(loggers, default='')}`, and a graph would use it only"
             " once, at its capture. Use `self.log`, or do it in `on_train_batch_end`.": loggers,
             "`Trainer(detect_anomaly=True)` looks at values on the host.": trainer._detect_anomaly,

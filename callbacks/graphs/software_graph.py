@@ -16,7 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import Work
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
 from torch.utils._pytree import tree_map_only
 
 from ...strategies.collectives import LocalCollectives
@@ -47,37 +51,34 @@ _EXCHANGES = (
 )
 
 
-class CaptureError(RuntimeError):
-    """The program did something that a graph cannot contain."""
-
-
 class SoftwareGraph:
     """Records the tensor operations of a program and repeats them in the same memory.
 
-    The rules are those of a CUDA graph. Addresses and Python numbers are those of the capture. A
-    capture changes no older tensor and no random state, and reading a value on the host in it is an
-    error. Random operations draw new numbers in each replay, with random states saved and set as in
-    the capture. The graph records the operations of the calling thread and of backward passes that
-    this thread runs on the CPU. It also repeats collectives (of `DistributedDataParallel`, say),
-    and waits for each to end. The exchanges of a communicator, that of `zero3`'s engine, happen in
-    the capture too, unlike other operations.
+    Addresses and Python numbers are those of the capture, which changes no older tensor and no
+    random state, and in which reading a value on the host is an error. Random operations draw new
+    numbers in each replay, with random states saved and set as in the capture. Collectives are
+    repeated, too, and end before anything else is done. The exchanges of a communicator, that of
+    `zero3`'s engine, happen in the capture too, unlike other operations.
     """
 
     def __init__(self, communicator: LocalCollectives | None = None) -> None:
+        self._communicator = communicator
         # What makes each call; and its results with memory of their own, by their position among
         # the tensors that the call returns.
         self._calls: list[tuple[Callable[[], Any], list[tuple[int, Tensor]]]] = []
-        self._communicator = communicator
 
     @contextmanager
     def capture(self) -> Iterator[None]:
         """Record the operations of the body, and undo them at its end.
 
         Raises:
-            CaptureError: an operation needs a value on the host.
+            RuntimeError: an operation needs a value on the host.
         """
-        recorder, communicator = _Recorder(self._calls), self._communicator
+        recorder = _Recorder(self._calls)
         real_get, real_set = torch.get_rng_state, torch.set_rng_state
+        communicator: Any = self._communicator
+        names = () if communicator is None else _EXCHANGES
+        exchanges = {name: _recorded(communicator, name, recorder) for name in names}
         state = real_get()
 
         def get_rng_state() -> Tensor:
@@ -88,15 +89,9 @@ class SoftwareGraph:
             "get_rng_state": get_rng_state,
             "set_rng_state": lambda new: recorder.record_call(lambda: real_set(new)),
         }
-        exchanges = {}
-        if communicator is not None:
-            exchanges = {name: _recorded(communicator, name, recorder) for name in _EXCHANGES}
+        methods = vars(communicator or self)
         try:
-            with (
-                replaced(vars(torch), states),
-                replaced(vars(communicator or self), exchanges),
-                recorder,
-            ):
+            with replaced(vars(torch), states), replaced(methods, exchanges), recorder:
                 yield
         except BaseException:
             self.reset()
@@ -108,7 +103,7 @@ class SoftwareGraph:
     def replay(self) -> None:
         """Repeat the recorded operations."""
         # hazard: a backward may be captured after replays of its forward; autograd would then find
-        # that saved tensors were written. So replays touch no version counters.
+        # that saved tensors were written.
         with (
             AutoDispatchBelowAutograd(),
             DisableAutocast(),
@@ -137,12 +132,11 @@ class _Recorder(TorchDispatchMode):
         self._calls = calls
         # For each storage that was used: a tensor in it, and a copy of the storage before.
         self._saved: dict[int, tuple[Tensor, torch.UntypedStorage]] = {}
-        self.is_exchanging = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _waits_for_device(func, args):
-            raise CaptureError(
+            raise RuntimeError(
                 f"{func} was called while a graph was captured. It needs a value, or a size that"
                 " depends on values, on the host, and there are no values yet."
             )
@@ -193,24 +187,19 @@ class _Recorder(TorchDispatchMode):
 def _recorded(communicator: LocalCollectives, name: str, recorder: _Recorder) -> Callable[..., Any]:
     """Return a replacement for a method of ``communicator`` that records the exchange as one call.
 
-    Communicators on the CPU number their exchanges, and use other memory for each. So the tensor
-    operations inside of an exchange cannot be repeated, but the exchange itself can: between the
-    same tensors, and in the same order on every rank. It ends before anything else is done.
+    Communicators on the CPU number their exchanges, and use other memory for each: of one the
+    tensor operations cannot be repeated, but all of it can, in the same order on every rank.
     """
     real = getattr(communicator, name)
 
     def exchange(*args: Any) -> Any:
-        if recorder.is_exchanging:
-            return real(*args)  # a part of the exchange that runs
+        if _get_current_dispatch_mode() is None:
+            return real(*args)  # the recorded exchange, or a part of it
 
         def run() -> Any:
-            recorder.is_exchanging = True
-            try:
-                # Looked up again: in a replay the method may be one that takes the time.
-                result = getattr(communicator, name)(*args)
-                return result, result.wait() if hasattr(result, "wait") else None
-            finally:
-                recorder.is_exchanging = False
+            # Looked up again: in a replay the method may be one that takes the time.
+            result = getattr(communicator, name)(*args)
+            return result, result.wait() if hasattr(result, "wait") else None
 
         work, result = recorder.record_call(run, tensors_in(args))
         return SimpleNamespace(wait=lambda: result) if hasattr(work, "wait") else work

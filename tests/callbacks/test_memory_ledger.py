@@ -39,7 +39,7 @@ def find_mapped(rank):
     lines = path.read_text().splitlines() if path.exists() else []
     maps = [line.split() for line in lines if "memfd:lightning_zero3 rank" in line]
     return [
-        [int(end, 16) for end in fields[0].split("-")] for fields in maps if int(fields[-2]) != rank
+        [int(end, 16) for end in fields[0].split("-")] for fields in maps if int(fields[-3]) != rank
     ]
 
 

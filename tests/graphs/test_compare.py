@@ -327,17 +327,6 @@ def test_waits_on_a_gpu():
     assert re.search(r"test_compare\.py:\d+: `torch\.ones\(2, device=\"cuda\"\)\.sum", line)
 
 
-def test_an_allocator_that_tells_nothing_of_pools(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda pool: [{"total_size": 3}])
-    graphs = CudaGraphs(torch.device("cuda"))
-    graphs.pools.append((0, 1))
-    for backend, nbytes in (("native", 3), ("cudaMallocAsync", 0)):
-        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda backend=backend: backend)
-        assert graphs.pool_nbytes() == nbytes
-
-
 @pytest.mark.parametrize("strategy", ["auto", "zero3"])
 def test_a_wrong_replay_never_reaches_the_weights_while_it_is_verified(strategy, monkeypatch):
     """As if a graph had computed something else than the program."""

@@ -164,7 +164,7 @@ class Counting(CUDAGraphStep):
         parts = self._runner.parts
         self.replays = {each.name.split("'")[1]: each.replays for each in parts if "'" in each.name}
         self.recaptures = sum(each.recaptures for each in parts)
-        self.inputs = self.memory_bytes()["inputs"]
+        self.inputs = self.graph_input_nbytes
         super().on_train_end(trainer, pl_module)
         assert not any("forward" in vars(module) for module in pl_module.modules())
 

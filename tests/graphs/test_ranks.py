@@ -119,11 +119,14 @@ class Fused(Net):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-class NumberOnRankOne(Fused):
-    """Which the scheduler changes in each step: a graph of the update would keep it."""
+class OtherRateOnRankOne(Fused):
+    """Another tensor in each step: a graph of the update would read the first."""
 
-    def rate(self):
-        return 0.01 if self.global_rank == 1 else super().rate()
+    def on_train_batch_start(self, batch, batch_idx):
+        super().on_train_batch_start(batch, batch_idx)
+        if self.global_rank == 1:
+            (group,) = self.trainer.optimizers[0].param_groups
+            group["lr"] = group["lr"].clone()
 
 
 class NeverTheSameOnRankOne(NeverTheSame):
@@ -408,7 +411,7 @@ ON_RANK_ONE = {
     ),
     # The step, and its update, which rank 0 replays until rank 1 knows that its own keeps changing.
     "optimizer": (
-        NumberOnRankOne,
+        OtherRateOnRankOne,
         Callback,
         {"optimizer": True},
         "the optimizer's step .*out of date 6 times.*`lr` of param group 0 changed",

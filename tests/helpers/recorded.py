@@ -144,7 +144,7 @@ class Counting(CUDAGraphStep):
     """Keeps the figures of its last run."""
 
     def on_train_end(self, trainer, pl_module):
-        step, self.memory = self._runner.step, self.memory_bytes()
+        step = self._runner.step
         for name in ("steps", "verified", "replays", "recaptures"):
             setattr(self, name, getattr(step, name, 0))  # 0 where nothing may be captured
         self.captured = 0 if step is None else len(step.graphs)

@@ -212,7 +212,7 @@ ROOMS = [
         "strategies/support strategies/collectives strategies/communicators strategies/engine"
         " strategies/graph_replay",
         f"{_LIGHTNING} torchmetrics lightning_utilities",
-        tokens=11_471,
+        tokens=11_046,
     ),
     Room(
         "callbacks/cuda_backend",
