@@ -5,7 +5,7 @@ communicator
 label
     a number that says which exchange this is; ranks that meet with different labels have diverged
 exchange log
-    what one rank has exchanged, written, read and stepped with since the ranks last agreed
+    what one rank has exchanged, written and stepped with since the ranks last agreed
 trace
     the labels of the exchange log
 """

@@ -8,7 +8,13 @@ chunk
 shard
     this rank's contiguous 1/N of a chunk
 stand-in
-    what an optimizer steps on in the place of a parameter: its part of this rank's shard
+    what an optimizer steps on in the place of a parameter: usually its part of this rank's shard;
+    for other optimizers a whole parameter, on the rank that owns it
+entry
+    what the engine knows of one parameter
+step
+    what a ``with engine.step()`` encloses: one `training_step`, or one of an evaluation; a step of
+    an optimizer is an `OptimizerStep`
 buffer
     the full-size memory that a unit is unsharded into: its own place in the pool, or for once
     another one. It has a storage of its own, for which torch counts how many tensors view it

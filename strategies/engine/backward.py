@@ -84,7 +84,8 @@ class Backward:
             if not trained:
                 dropped.add(name)  # reading it is an error
                 return
-            if not now.active:
+            # hazard: the run of before may have failed, and this is the first gradient since
+            if not now.active or (run := now._run) is None or run() is None:
                 now.begin()
             # a custom Function may return None
             if grad is None or now._pool.announce:
@@ -137,7 +138,8 @@ class Backward:
 
     def enter(self, unit: Unit, grad: Tensor) -> None:
         """The gradient ``grad`` of an output of ``unit`` is there."""
-        if unit is self._current:
+        # hazard: it may be the unit in which the run of before has failed
+        if unit is self._current and (self._run is None or self._run() is not None):
             return
         self.begin()
         # Other ranks may be using the units on the way: take part in what they exchange, one visit

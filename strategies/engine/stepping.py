@@ -334,14 +334,14 @@ class OptimizerStep:
             self.engine.weights_changed(chain(*groups))
 
     def abandon(self) -> None:
-        """If a step has failed, put the parameters back, with what it has made of shards, and
-        clear their gradients.
+        """If a step has failed, put the parameters back, with what it has made of shards;
+        gradients stay, as in torch.
         """
         if self._parameters:
             entries = list(chain(*self._swap_back()))
             self.stand_ins.drop()
             for entry in entries:
-                self.engine.gradients.clear(entry)
+                entry.shard.grad = None
             self.engine.weights_changed(entries)
 
     @contextmanager

@@ -71,7 +71,6 @@ class ParamGroups:
     def apply_edits(self, engine: Zero3Engine) -> Zero3Engine:
         """Return an engine for the groups as they are now: ``engine`` itself unless a parameter was
         added that no optimizer had. Collective then.
-
         """
         members = [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
         if engine.trained_ids.issuperset(map(id, members)):

@@ -50,7 +50,7 @@ ROOMS = [
         "ZeRO-3 in plain torch",
         "strategies/support strategies/collectives",
         "torch numpy",
-        tokens=25_602,
+        tokens=25_632,
     ),
     Room(
         "strategies/initial_values",

@@ -142,9 +142,47 @@ def gradients_before_it_are_cleared(rank, world_size):
     require_gradients(model, expected)
 
 
+def tried_again(rank, world_size):
+    """A backward that failed in the unit in which the next one begins; nobody looks between."""
+    model, engine, _, batch, expected = build_with_sgd(rank, world_size)
+    with engine.step():
+        hidden, other = (model[1](model[0](batch)) * 1 for _ in range(2))
+        hidden.register_hook(fail)
+        losses = [model[2](each).square().mean() for each in (hidden, other)]
+    with pytest.raises(ArithmeticError):
+        losses[0].backward()
+    losses[1].backward()
+    require_gradients(model, expected)
+
+
+def stepped_again(rank, world_size):
+    """A step of the optimizer that failed; gradients stay, as in torch."""
+    model, engine, optimizer, batch, expected = build_with_sgd(rank, world_size)
+    with engine.step():
+        loss = model(batch).square().mean()
+    with engine.backward():
+        loss.backward()
+    before, (group,) = [p.clone() for p in model.parameters()], optimizer.param_groups
+    group["lr"] = None
+    with pytest.raises(TypeError):
+        optimizer.step()
+    require_gradients(model, expected)
+    group["lr"] = 1.0
+    optimizer.step()
+    for parameter, old, gradient in zip(model.parameters(), before, expected, strict=True):
+        torch.testing.assert_close(parameter.detach().clone(), old - gradient)
+
+
 @pytest.mark.parametrize(
     "case",
-    [in_a_step, outside_of_steps, while_a_backward_runs, gradients_before_it_are_cleared],
+    [
+        in_a_step,
+        outside_of_steps,
+        while_a_backward_runs,
+        gradients_before_it_are_cleared,
+        tried_again,
+        stepped_again,
+    ],
 )
 def test_what_follows_is_right(case):
     run_ranks(case, 2)
